@@ -14,43 +14,79 @@ from loraplex.server.model.weight_source import WeightSource
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaNetWeights:
-    """Weights of a Gated DeltaNet, as `spec` says, which is the device's part. gates: of the
-    product of that name. z_columns: int32, where the product `mixed` has z."""
+class RecurrentWeights:
+    """Weights of a mixer that writes and reads a state, as `spec` says, which is the device's part.
 
-    spec: DeltaNetSpec
+    gates: of the last product before `out`. z_columns: int32, where the product `mixed` has z.
+    heads: which write states and read them.
+    """
+
+    spec: DeltaNetSpec | Mamba2Spec
     linears: tuple[Linear, ...]
     conv: Convolution
     gates: StateGates
     norm: GatedNorm
     z_columns: torch.Tensor
+    heads: StateHeads
 
     @property
-    def heads(self) -> StateHeads:
-        """Heads that write states and read them."""
-        spec = self.spec
-        return StateHeads(spec.key_heads, spec.value_heads, spec.key_dim, spec.value_dim)
+    def is_delta(self) -> bool:
+        """Whether states move by the delta rule; else by Mamba-2's."""
+        return isinstance(self.spec, DeltaNetSpec)
 
-    @classmethod
-    def of(
-        cls,
-        spec: DeltaNetSpec,
-        linears: tuple[Linear, ...],
-        conv: torch.Tensor,
-        decays: tuple[torch.Tensor, torch.Tensor],
-        norm: torch.Tensor,
-    ) -> "DeltaNetWeights":
-        """Make the weights of the device's part. linears: in the order of the spec's. conv:
-        `[channels, kernel]`. decays: as `StateGates` has them, and the bias. norm: `[value_dim]`.
-        """
-        mixed, gates = (
-            _columns(each, conv.device) for each in (spec.mixed_columns(), spec.gate_columns())
-        )
-        channels, z = mixed.split((spec.num_channels, spec.value_size))
-        normed = GatedNorm(norm.repeat(spec.value_heads), spec.epsilon, spec.value_dim)
-        return cls(
-            spec, linears, Convolution(channels, conv), StateGates(gates, *decays), normed, z
-        )
+
+def delta_net_weights(
+    spec: DeltaNetSpec,
+    linears: tuple[Linear, ...],
+    conv: torch.Tensor,
+    decays: tuple[torch.Tensor, torch.Tensor],
+    norm: torch.Tensor,
+) -> RecurrentWeights:
+    """Make the weights of the device's part. linears: in the order of the spec's. conv:
+    `[channels, kernel]`. decays: as `StateGates` has them, and the bias. norm: `[value_dim]`.
+    """
+    mixed, gates = (
+        _columns(each, conv.device) for each in (spec.mixed_columns(), spec.gate_columns())
+    )
+    channels, z = mixed.split((spec.num_channels, spec.value_size))
+    return RecurrentWeights(
+        spec,
+        linears,
+        Convolution(channels, conv),
+        StateGates(gates, *decays),
+        GatedNorm(norm.repeat(spec.value_heads), spec.epsilon, spec.value_dim),
+        z,
+        StateHeads(spec.key_heads, spec.value_heads, spec.key_dim, spec.value_dim),
+    )
+
+
+def mamba2_weights(
+    spec: Mamba2Spec,
+    linears: tuple[Linear, ...],
+    conv: tuple[torch.Tensor, torch.Tensor | None],
+    numbers: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    norm: torch.Tensor | None,
+) -> RecurrentWeights:
+    """Make the weights of the device's part. linears: in the order of the spec's. conv:
+    `[channels, kernel]` and `[channels]`. numbers: decay, bias and skip, as `StateGates` has them.
+    norm: `[inner]`.
+    """
+    weight, bias = conv
+    sizes = (spec.inner, spec.num_channels, spec.heads)
+    z, channels, dt = _columns(range(sum(sizes)), weight.device).split(sizes)
+    of_z, *of_channels, of_dt = spec.factors
+    of_groups = spec.groups * spec.state
+    parts = weight.split((spec.inner, of_groups, of_groups))
+    weight = torch.cat([part * factor for part, factor in zip(parts, of_channels, strict=True)])
+    return RecurrentWeights(
+        spec,
+        linears,
+        Convolution(channels, weight, bias),
+        StateGates(dt, *numbers, spec.limits, of_dt),
+        GatedNorm(norm, spec.epsilon, spec.norm_size or spec.head_dim, spec.gate_first, of_z),
+        z,
+        StateHeads(spec.groups, spec.heads, spec.state, spec.head_dim),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,54 +111,7 @@ class ShortConvWeights:
         return cls(spec, linears, Convolution(x, weight, bias, torch.stack((b, c))))
 
 
-@dataclass(frozen=True, slots=True)
-class Mamba2Weights:
-    """Weights of a Mamba-2, as `spec` says, which is the device's part. gates: of the product
-    `mixed`. z_columns: int32, where that has z."""
-
-    spec: Mamba2Spec
-    linears: tuple[Linear, ...]
-    conv: Convolution
-    gates: StateGates
-    norm: GatedNorm
-    z_columns: torch.Tensor
-
-    @property
-    def heads(self) -> StateHeads:
-        """Heads that write states and read them."""
-        spec = self.spec
-        return StateHeads(spec.groups, spec.heads, spec.state, spec.head_dim)
-
-    @classmethod
-    def of(
-        cls,
-        spec: Mamba2Spec,
-        linears: tuple[Linear, ...],
-        conv: tuple[torch.Tensor, torch.Tensor | None],
-        numbers: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        norm: torch.Tensor | None,
-    ) -> "Mamba2Weights":
-        """Make the weights of the device's part. linears: in the order of the spec's. conv:
-        `[channels, kernel]` and `[channels]`. numbers: decay, bias and skip, as `StateGates` has
-        them. norm: `[inner]`."""
-        weight, bias = conv
-        sizes = (spec.inner, spec.num_channels, spec.heads)
-        z, channels, dt = _columns(range(sum(sizes)), weight.device).split(sizes)
-        of_z, *of_channels, of_dt = spec.factors
-        of_groups = spec.groups * spec.state
-        parts = weight.split((spec.inner, of_groups, of_groups))
-        weight = torch.cat([part * factor for part, factor in zip(parts, of_channels, strict=True)])
-        return cls(
-            spec,
-            linears,
-            Convolution(channels, weight, bias),
-            StateGates(dt, *numbers, spec.limits, of_dt),
-            GatedNorm(norm, spec.epsilon, spec.norm_size or spec.head_dim, spec.gate_first, of_z),
-            z,
-        )
-
-
-StateWeights = DeltaNetWeights | ShortConvWeights | Mamba2Weights
+StateWeights = RecurrentWeights | ShortConvWeights
 
 
 def load_states(source: WeightSource, spec: StateSpec, layer: int) -> StateWeights:
@@ -134,7 +123,7 @@ def load_states(source: WeightSource, spec: StateSpec, layer: int) -> StateWeigh
             logs, shift = (_of_heads(source, f"{path}.{name}") for name in ("A_log", "dt_bias"))
             weight, _ = _convolution(source, f"{path}.conv1d", spec.channel_spans, bias=False)
             norm = source.get(f"{path}.norm.weight")
-            return DeltaNetWeights.of(part, linears, weight, (-logs.exp(), shift), norm)
+            return delta_net_weights(part, linears, weight, (-logs.exp(), shift), norm)
         case Mamba2Spec() as part:
             path = layer_path(layer, part.path)
             conv = _convolution(source, f"{path}.conv1d", spec.channel_spans, bias=part.bias)
@@ -142,9 +131,9 @@ def load_states(source: WeightSource, spec: StateSpec, layer: int) -> StateWeigh
             logs, shift, skip = (_of_heads(source, f"{path}.{name}") for name in names)
             numbers = (-logs.exp(), shift, skip)
             if part.norm_size is None:
-                return Mamba2Weights.of(part, linears, conv, numbers, None)
+                return mamba2_weights(part, linears, conv, numbers, None)
             norm = source.rows(source.mapped(f"{path}.norm.weight"), spec.channel_spans[:1])
-            return Mamba2Weights.of(part, linears, conv, numbers, norm)
+            return mamba2_weights(part, linears, conv, numbers, norm)
         case ShortConvSpec() as part:
             path = layer_path(layer, part.path)
             weight, bias = _convolution(source, path, spec.channel_spans, bias=part.bias)

@@ -30,10 +30,10 @@ from loraplex.server.model.ops.state_steps import TokenSteps
 from loraplex.server.model.spec.linear_spec import LinearSpec, Part
 from loraplex.server.model.spec.state_spec import DeltaNetSpec, Mamba2Spec, ShortConvSpec, StateSpec
 from loraplex.server.model.state_weights import (
-    DeltaNetWeights,
-    Mamba2Weights,
     ShortConvWeights,
     StateWeights,
+    delta_net_weights,
+    mamba2_weights,
 )
 from tests.grids import sparse
 
@@ -107,13 +107,13 @@ def made_weights(spec: StateSpec, dtype: torch.dtype, device: torch.device) -> S
             weight = random(spec.num_channels, spec.kernel).to(dtype)
             decays = -random(spec.value_heads).abs() - 0.05, random(spec.value_heads)
             norm = random(spec.value_dim).to(dtype)
-            return DeltaNetWeights.of(spec, linears, weight, decays, norm)
+            return delta_net_weights(spec, linears, weight, decays, norm)
         case Mamba2Spec():
             bias = random(spec.num_channels).to(dtype) if spec.bias else None
             of_conv = random(spec.num_channels, spec.kernel).to(dtype), bias
             numbers = -random(spec.heads).abs() - 0.05, random(spec.heads), random(spec.heads)
             normed = None if spec.norm_size is None else random(spec.inner).to(dtype)
-            return Mamba2Weights.of(spec, linears, of_conv, numbers, normed)
+            return mamba2_weights(spec, linears, of_conv, numbers, normed)
         case ShortConvSpec():
             weight = random(spec.channels, spec.kernel).to(dtype)
             bias = random(spec.channels).to(dtype) if spec.bias else None

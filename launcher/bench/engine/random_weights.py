@@ -41,7 +41,7 @@ from loraplex.server.model.spec.model_spec import (
 )
 from loraplex.server.model.spec.moe_spec import MoeSpec
 from loraplex.server.model.spec.state_spec import DeltaNetSpec, Mamba2Spec, ShortConvSpec
-from loraplex.server.model.state_weights import DeltaNetWeights, Mamba2Weights, ShortConvWeights
+from loraplex.server.model.state_weights import ShortConvWeights, delta_net_weights, mamba2_weights
 from loraplex.server.model.weights import (
     AttentionWeights,
     BranchWeights,
@@ -138,7 +138,7 @@ class _RandomWeights:
                 )
             case DeltaNetSpec():
                 ones = self._ones(spec.value_heads).float()
-                return DeltaNetWeights.of(
+                return delta_net_weights(
                     spec,
                     tuple(self.linear(linear, index) for linear in spec.linears),
                     self.matrix(spec.num_channels, spec.kernel),
@@ -148,7 +148,7 @@ class _RandomWeights:
             case Mamba2Spec():
                 ones = self._ones(spec.heads).float()
                 bias = self._bias(spec.num_channels) if spec.bias else None
-                return Mamba2Weights.of(
+                return mamba2_weights(
                     spec,
                     tuple(self.linear(linear, index) for linear in spec.linears),
                     (self.matrix(spec.num_channels, spec.kernel), bias),

@@ -21,7 +21,6 @@ from loraplex.server.model.ops.state_steps import (
 )
 from loraplex.server.model.ops.transfers import to_device
 from loraplex.server.model.state_weights import (
-    DeltaNetWeights,
     ShortConvWeights,
     StateWeights,
 )
@@ -85,7 +84,7 @@ def mix_states(
         for _, each in convolved:
             found = each
         return found[: len(mixed)]
-    is_delta, heads = isinstance(weights, DeltaNetWeights), weights.heads
+    is_delta, heads = weights.is_delta, weights.heads
     rule, dtype = (delta_rule, mixed.dtype) if is_delta else (state_space, torch.float32)
     read = mixed.new_empty(len(mixed), heads.values * heads.value_dim, dtype=dtype)
     for slices, each in convolved:

@@ -13,8 +13,7 @@ from loraplex.server.kernels.states.operands import Convolution, GatedNorm
 from loraplex.server.model.devices.group import DeviceSum
 from loraplex.server.model.ops.state_steps import Move
 from loraplex.server.model.state_weights import (
-    DeltaNetWeights,
-    Mamba2Weights,
+    RecurrentWeights,
     ShortConvWeights,
     StateWeights,
 )
@@ -61,13 +60,13 @@ def _recur(
     moves: Iterable[Move],
     inputs: torch.Tensor,
     product: torch.Tensor,
-    weights: DeltaNetWeights | Mamba2Weights,
+    weights: RecurrentWeights,
     states: tuple[torch.Tensor, ...],
 ) -> torch.Tensor:
     """Compute as `delta_rule` says, or `state_space`, of what is convolved: `[tokens, values *
     value_dim]`, the delta rule's of the inputs' dtype. product: which has the gates' inputs."""
     gates, (window, memory) = weights.gates, states
-    is_delta, of_gates = isinstance(weights, DeltaNetWeights), product[:, gates.columns].float()
+    is_delta, of_gates = weights.is_delta, product[:, gates.columns].float()
     b, a = of_gates.chunk(2, dim=1) if is_delta else (None, of_gates)
     dt = functional.softplus(a * gates.factor + gates.bias).clamp(*gates.limits)
     kept, taken = (gates.decay * dt).exp(), dt if b is None else b.sigmoid()
@@ -89,7 +88,7 @@ def _recur(
 
 
 def _heads(
-    weights: DeltaNetWeights | Mamba2Weights, convolved: torch.Tensor
+    weights: RecurrentWeights, convolved: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q and k of each head of v, and v. In the delta rule q and k have length 1, and q is divided
     by the root of its size.
@@ -98,12 +97,12 @@ def _heads(
     """
     keys, values, key_dim, value_dim = weights.heads
     sizes = [keys * key_dim] * 2
-    if isinstance(weights, DeltaNetWeights):
+    if weights.is_delta:
         q, k, v = convolved.split((*sizes, values * value_dim), dim=1)
     else:
         v, k, q = convolved.split((values * value_dim, *sizes), dim=1)
     qk = torch.stack((q, k)).unflatten(-1, (keys, key_dim))
-    if isinstance(weights, DeltaNetWeights):
+    if weights.is_delta:
         qk = qk * torch.rsqrt(qk.square().sum(-1, keepdim=True) + _EPSILON)
         qk[0] *= key_dim**-0.5
     q, k = qk.repeat_interleave(values // keys, dim=2)

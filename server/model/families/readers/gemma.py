@@ -39,9 +39,9 @@ def read_gemma(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     activation = family.read_activation(
         fields, "hidden_act", _ACTIVATION if named == "gelu" else named
     )
-    of = family.attention(sizes, rope, biases=_read_biases(fields))
+    of = family.attention(sizes, rope, biases=read_biases(fields))
     layer = family.layer(sizes, of, family.mlp(sizes, activation=activation), norms)
-    return _model(fields, generation, sizes, (layer,) * sizes.layers, max_context)
+    return model_of(fields, generation, sizes, (layer,) * sizes.layers, max_context)
 
 
 def read_vaultgemma(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
@@ -59,10 +59,10 @@ def read_gemma2(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     sizes = _read_sizes(fields, kv_heads=4)
     rope, max_context = read_rope(fields, sizes)
     scale = fields.number(config, "query_pre_attn_scalar", _SCALAR) ** -0.5
-    softcap = _read_softcap(fields, "attn_logit_softcapping", 50.0)
-    window, biases = config.get("sliding_window", _WINDOW), _read_biases(fields)
+    softcap = read_softcap(fields, "attn_logit_softcapping", 50.0)
+    window, biases = config.get("sliding_window", _WINDOW), read_biases(fields)
     windows = family.read_windows(fields, sizes, window, lambda layer: layer % 2 == 0)
-    layers = _layers(
+    layers = layers_of(
         fields,
         sizes,
         [
@@ -70,8 +70,8 @@ def read_gemma2(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
             for each in windows
         ],
     )
-    cap = _read_softcap(fields, "final_logit_softcapping", 30.0)
-    return _model(fields, generation, sizes, layers, max_context, cap)
+    cap = read_softcap(fields, "final_logit_softcapping", 30.0)
+    return model_of(fields, generation, sizes, layers, max_context, cap)
 
 
 def read_gemma3(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
@@ -92,7 +92,7 @@ def read_gemma3(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     full, windowed = (read_table(fields, table, sizes)[0] for table in tables)
     ropes = [windowed if has else full for has in family.read_windowed(fields, sizes, has_window)]
     scale = fields.number(config, "query_pre_attn_scalar", _SCALAR) ** -0.5
-    biases = _read_biases(fields)
+    biases = read_biases(fields)
     attentions = [
         replace(
             family.attention(sizes, rope, window, biases, scale=scale),
@@ -101,9 +101,9 @@ def read_gemma3(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
         )
         for rope, window in zip(ropes, windows, strict=True)
     ]
-    layers = _layers(fields, sizes, attentions)
-    cap = _read_softcap(fields, "final_logit_softcapping", None)
-    return _model(fields, generation, sizes, layers, sizes.positions, cap)
+    layers = layers_of(fields, sizes, attentions)
+    cap = read_softcap(fields, "final_logit_softcapping", None)
+    return model_of(fields, generation, sizes, layers, sizes.positions, cap)
 
 
 def _read_sizes(fields: Fields, kv_heads: int) -> family.ModelSizes:
@@ -111,26 +111,29 @@ def _read_sizes(fields: Fields, kv_heads: int) -> family.ModelSizes:
     return family.read_sizes(fields, kv_heads=kv_heads, head_dim=_HEAD_DIM, activation=None)
 
 
-def _read_softcap(fields: Fields, key: str, usual: float | None) -> float | None:
+def read_softcap(fields: Fields, key: str, usual: float | None) -> float | None:
     """Read a soft cap. usual: where `config.json` has no such key; null = no cap."""
     if fields.config.get(key, usual) is None:
         return None
     return fields.number(fields.config, key, usual)
 
 
-def _norm(path: str, size: int, sizes: family.ModelSizes) -> NormSpec:
-    return NormSpec(path, size, sizes.epsilon, offset=1.0)
+def _norm(path: str, size: int, sizes: family.ModelSizes, offset: float = 1.0) -> NormSpec:
+    return NormSpec(path, size, sizes.epsilon, offset=offset)
 
 
-def _layers(
-    fields: Fields, sizes: family.ModelSizes, attentions: Sequence[AttentionSpec]
+def layers_of(
+    fields: Fields,
+    sizes: family.ModelSizes,
+    attentions: Sequence[AttentionSpec],
+    offset: float = 1.0,
 ) -> list[LayerSpec]:
-    """Make the layers, with norms before and behind attention and MLP."""
+    """Make the layers, with norms before and behind attention and MLP. offset: of norms."""
     norms = family.NormPlaces(
-        pre_attention=_norm("input_layernorm", sizes.hidden, sizes),
-        post_attention=_norm("post_attention_layernorm", sizes.hidden, sizes),
-        pre_mlp=_norm("pre_feedforward_layernorm", sizes.hidden, sizes),
-        post_mlp=_norm("post_feedforward_layernorm", sizes.hidden, sizes),
+        pre_attention=_norm("input_layernorm", sizes.hidden, sizes, offset),
+        post_attention=_norm("post_attention_layernorm", sizes.hidden, sizes, offset),
+        pre_mlp=_norm("pre_feedforward_layernorm", sizes.hidden, sizes, offset),
+        post_mlp=_norm("post_feedforward_layernorm", sizes.hidden, sizes, offset),
     )
     named = fields.config.get("hidden_activation", _ACTIVATION)
     activation = family.read_activation(fields, "hidden_activation", named)
@@ -138,25 +141,26 @@ def _layers(
     return [family.layer(sizes, of, mlp, norms) for of in attentions]
 
 
-def _read_biases(fields: Fields) -> family.Biases:
+def read_biases(fields: Fields) -> family.Biases:
     bias = bool(fields.config.get("attention_bias", False))
     return family.Biases(qkv=bias, o=bias)
 
 
-def _model(
+def model_of(
     fields: Fields,
     generation: Mapping[str, Any],
     sizes: family.ModelSizes,
     layers: Sequence[LayerSpec],
     max_context: int,
     softcap: float | None = None,
+    offset: float = 1.0,
 ) -> ModelSpec:
-    """Make the model, with scaled embeddings. softcap: of logits."""
+    """Make the model, with scaled embeddings. softcap: of logits. offset: of the last norm."""
     eos = family.read_eos(fields, generation, sizes, default=_EOS)
     plain = family.model(fields, sizes, layers, max_context, eos, tied=True)
     return replace(
         plain,
         embedding=replace(plain.embedding, scale=sizes.hidden**0.5),
-        norm=_norm(plain.norm.path, sizes.hidden, sizes),
+        norm=_norm(plain.norm.path, sizes.hidden, sizes, offset),
         head=replace(plain.head, softcap=softcap),
     )

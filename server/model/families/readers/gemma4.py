@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from loraplex.server.model.families import family
 from loraplex.server.model.families.fields import Fields
+from loraplex.server.model.families.readers import gemma
 from loraplex.server.model.families.rope import (
     WITH_PROPORTIONAL,
     RopeRules,
@@ -18,12 +19,9 @@ from loraplex.server.model.spec.model_spec import (
     AttentionSpec,
     LayerSpec,
     ModelSpec,
-    NormSpec,
     RopeSpec,
 )
 
-_ACTIVATION = "gelu_pytorch_tanh"
-_EOS = 1
 _PATTERN = 6
 _SCALAR = "layer_scalar"
 _WIDE_HEAD = 512
@@ -68,22 +66,12 @@ def _read(fields: Fields, generation: Mapping[str, Any], window: int) -> ModelSp
     windowed = [*kinds[:-1], False]
     full = _wide_sizes(fields, sizes, windowed)
     narrow_rope, wide_rope = _ropes(fields, sizes, full)
-    layers = []
-    for number, has_window in enumerate(windowed):
-        if has_window:
-            of = _attention(fields, sizes, narrow_rope, windows[number])
-        else:
-            of = _wide(_attention(fields, full, wide_rope, None), fields, full != sizes)
-        layers.append(_layer(fields, sizes, of))
-    eos = family.read_eos(fields, generation, sizes, default=_EOS)
-    plain = family.model(fields, sizes, layers, sizes.positions, eos, tied=True)
-    cap = config.get("final_logit_softcapping")
-    softcap = None if cap is None else fields.number(config, "final_logit_softcapping", None)
-    return replace(
-        plain,
-        embedding=replace(plain.embedding, scale=sizes.hidden**0.5),
-        head=replace(plain.head, softcap=softcap),
-    )
+    narrow = [_attention(fields, sizes, narrow_rope, each) for each in windows]
+    wide = _wide(_attention(fields, full, wide_rope, None), fields, full != sizes)
+    attentions = [of if has else wide for of, has in zip(narrow, windowed, strict=True)]
+    layers = [_scaled(layer) for layer in gemma.layers_of(fields, sizes, attentions, offset=0.0)]
+    cap = gemma.read_softcap(fields, "final_logit_softcapping", None)
+    return gemma.model_of(fields, generation, sizes, layers, sizes.positions, cap, offset=0.0)
 
 
 def _wide_sizes(
@@ -127,8 +115,7 @@ def _ropes(
 def _attention(
     fields: Fields, sizes: family.ModelSizes, rope: RopeSpec, window: int | None
 ) -> AttentionSpec:
-    bias = bool(fields.config.get("attention_bias", False))
-    biases = family.Biases(qkv=bias, o=bias)
+    biases = gemma.read_biases(fields)
     of = family.attention(sizes, rope, window, biases, scale=1.0, qk_norm=True)
     return replace(of, v_epsilon=sizes.epsilon)
 
@@ -145,20 +132,7 @@ def _as_wide(linear: LinearSpec) -> LinearSpec:
     return replace(linear, role="wide_qkv" if linear.role == "qkv" else "wide_o")
 
 
-def _layer(fields: Fields, sizes: family.ModelSizes, of: AttentionSpec) -> LayerSpec:
-    """Make a layer, with norms before and behind attention and MLP."""
-    norms = family.NormPlaces(
-        *(
-            NormSpec(path, sizes.hidden, sizes.epsilon)
-            for path in (
-                "input_layernorm",
-                "pre_feedforward_layernorm",
-                "post_attention_layernorm",
-                "post_feedforward_layernorm",
-            )
-        )
-    )
-    named = fields.config.get("hidden_activation", _ACTIVATION)
-    mlp = family.mlp(sizes, activation=family.read_activation(fields, "hidden_activation", named))
-    attention, feed_forward = family.layer(sizes, of, mlp, norms).steps
-    return LayerSpec((attention, replace(feed_forward, scalar=_SCALAR)))
+def _scaled(layer: LayerSpec) -> LayerSpec:
+    """The layer, whose last sum is multiplied with a number of its own."""
+    *others, last = layer.steps
+    return LayerSpec((*others, replace(last, scalar=_SCALAR)))

@@ -15,8 +15,6 @@ from loraplex.server.kernels.linear.row_form import (
     allocate_rows,
 )
 
-# Room for rounded rows, and their form.
-Rounding = tuple[RoundedRows, RowForm]
 _FP8_MOST, _INT8_MOST = tl.constexpr(FP8_MOST), tl.constexpr(INT8_MOST)
 # Added and taken away again, it rounds a small float32 to a whole number, halves to even.
 _WHOLE = tl.constexpr(1.5 * 2**23)

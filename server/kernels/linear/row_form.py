@@ -52,6 +52,10 @@ class RoundedRows(NamedTuple):
         return len(self.numbers)
 
 
+# Room for rounded rows, and their form.
+Rounding = tuple[RoundedRows, RowForm]
+
+
 def allocate_rows(x: torch.Tensor, form: RowForm, features: int | None = None) -> RoundedRows:
     """Allocate rounded rows, of undefined content. features: of a row, None = those of x."""
     features = x.shape[1] if features is None else features

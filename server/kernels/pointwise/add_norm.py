@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 
 from loraplex.server.kernels.launch.launch import follow
-from loraplex.server.kernels.linear.round_rows import Rounding, rounded_arguments, store_rounded
+from loraplex.server.kernels.linear.round_rows import rounded_arguments, store_rounded
+from loraplex.server.kernels.linear.row_form import Rounding
 from loraplex.server.kernels.lora.pending import PendingDelta, delta_arguments
 from loraplex.server.kernels.lora.record import touches
 

@@ -115,8 +115,8 @@ class RoundedLinear:
             return self._of_library(x, matrix, out)
         from loraplex.server.kernels.linear.rounded_product import rounded_product
 
-        ours = _OF_ODD_SHAPES if self.form.dtype == FP8 else _OF_INT8
-        ours = way if isinstance(way, PackedConfig) else ours
+        usual = _OF_ODD_SHAPES if self.form.dtype == FP8 else _OF_INT8
+        ours = way if isinstance(way, PackedConfig) else usual
         rounded_product(x, matrix, self.bias, out, ours)
         return out
 

@@ -13,8 +13,7 @@ from loraplex.server.kernels.attention.rope_append import rope_append
 from loraplex.server.kernels.attention.rope_append_lora import rope_append_lora
 from loraplex.server.kernels.attention.rotation import QkNorm, Rotation
 from loraplex.server.kernels.launch.configs import KernelConfigs, load_configs
-from loraplex.server.kernels.linear.round_rows import Rounding
-from loraplex.server.kernels.linear.row_form import RowForm, allocate_rows
+from loraplex.server.kernels.linear.row_form import Rounding, RowForm, allocate_rows
 from loraplex.server.kernels.pointwise.add_norm import add_experts_norm, add_norm, rms_norm
 from loraplex.server.kernels.pointwise.gated import gated
 from loraplex.server.kernels.pointwise.gated_lora import gated_lora

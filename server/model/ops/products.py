@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from loraplex.server.kernels.launch.configs import KernelConfigs
-from loraplex.server.kernels.linear.row_form import RoundedRows, RowForm
+from loraplex.server.kernels.linear.row_form import RoundedRows, Rounding
 from loraplex.server.model.linear.dense import DEFAULT, Library, Way
 from loraplex.server.model.linear.linear import Linear
 from loraplex.server.model.linear.rounded import RoundedLinear
@@ -21,8 +21,6 @@ from loraplex.server.model.ops.capture import record
 _LAYERS, _LAYERS_OF_MANY = 8, 2
 _MANY_ROWS = 256
 _REPEATS = 4
-# Rounded rows, and their form.
-Noted = tuple[RoundedRows, RowForm]
 # Cycles for which the device waits while the host queues what it is to time, some 20 us a graph.
 _HEAD_START = 2_000_000
 # What another way must save to be taken.
@@ -61,7 +59,7 @@ class Products:
     def __init__(self, configs: KernelConfigs) -> None:
         self._configs = configs
         # The last rows whose rounding was noted.
-        self._latest: tuple[torch.Tensor | None, Noted | None] = (None, None)
+        self._latest: tuple[torch.Tensor | None, Rounding | None] = (None, None)
         # By rows and kind of matrix.
         self._choices: dict[tuple[int, tuple[object, ...]], _Choice] = {}
 
@@ -120,7 +118,7 @@ class Products:
             return _run(linear, inputs, out, linear.outside_graphs(len(x), self._configs))
         return _run(linear, inputs, out, choice.beside if beside_lora else choice.alone)
 
-    def note(self, x: torch.Tensor, rounding: Noted | None) -> None:
+    def note(self, x: torch.Tensor, rounding: Rounding | None) -> None:
         """Keep the rounded rows that the next products are of, and their form. None: x has none."""
         self._latest = (x, rounding)
 

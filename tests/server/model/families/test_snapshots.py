@@ -96,7 +96,7 @@ def tried(
 
 
 def test_prompts_go_on_from_snapshots(tried: Tried) -> None:
-    """Of the base and of adapters, in one batch; cut at odd places, and within a slice."""
+    """The base and adapters share a batch, cut at odd places, and within a slice."""
     engine = tried.engine()
     shared = prompt(45, 1)
     names = (None, *TWO)

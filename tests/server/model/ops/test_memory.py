@@ -109,7 +109,7 @@ def test_states_and_snapshots_are_lines_of_the_table() -> None:
 
 
 def test_inputs_of_drafts_are_a_line_of_the_table() -> None:
-    """Of Qwen3.5-9B: q, k, v and z, and two numbers for each of 32 heads."""
+    """Qwen3.5-9B has q, k, v and z, and two numbers for each of 32 heads."""
     model = read_model(served_families()["qwen3_5_text"].config)
     asked = engine_config(FOLDER, kv_memory=GIB, max_draft=3, dtype="bfloat16", max_running=7)
     table = {line.name: line.nbytes for line in memory_table(model, asked, 1)}

@@ -60,9 +60,13 @@ def serve_options() -> tuple[Option, ...]:
 
 
 def batch_options() -> tuple[Option, ...]:
-    """List options of a server that `batch` starts: those of `serve`, but not who may reach it."""
+    """List options of a server that `batch` starts: those of `serve`, but not who may reach it.
+
+    It has no other callers, so more of a batch runs at once.
+    """
     reach = {"host", "port", "uds", "tls_cert", "tls_key", "reuse_port", "auth", "keys_file"}
-    return tuple(option for option in serve_options() if option.field not in reach)
+    options = (option for option in serve_options() if option.field not in reach)
+    return tuple(replace(o, default=256) if o.field == "batch_rows" else o for o in options)
 
 
 def info_options() -> tuple[Option, ...]:

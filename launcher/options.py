@@ -35,8 +35,10 @@ _MOST_DIGITS = 40
 
 # Options of earlier versions, each with its successor or the reason why it went.
 RETIRED: Mapping[str, str] = {
+    "adapters-at-once": "a batch has lines of 32 adapters at once",
     "batch-max-lines": "a batch has at most 50,000 lines",
     "body-timeout-s": "a body has 30 s",
+    "concurrency": "--batch-rows of the server bounds what `loraplex batch` runs at once",
     "draft-memory": "answers that suggest drafts have 64 MiB; --max-draft 0 turns drafts off",
     "files-tenant-count": "a tenant has 1,000 files; the keys file may say otherwise",
     "grammar-cache": "256 compiled grammars are kept",
@@ -56,8 +58,10 @@ RETIRED: Mapping[str, str] = {
     "merge-timeout-s": "a merge has 10 minutes",
     "reader-timeout-s": "an answer may be left unread for 60 s",
     "responses-tenant-count": "a tenant has 1,000; --responses-tenant-bytes bounds them",
+    "retries": "the server of `loraplex batch` tries a line as often as others are answered",
     "retry-burst": "retries after lost workers are bounded by themselves",
     "retry-share": "retries after lost workers are bounded by themselves",
+    "timeout-s": "the server's --request-timeout-s bounds an answer of `loraplex batch`",
 }
 
 Kind = Literal["text", "int", "float", "bytes", "bool", "path", "choice"]

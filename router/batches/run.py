@@ -28,6 +28,7 @@ from loraplex.router.lines.lines import BadLine, BatchRequest, LineRules
 from loraplex.router.lines.order import AdapterWindow, send_order
 from loraplex.router.lines.pace import BUSY, TOO_LONG, SendPace, pause_s
 from loraplex.router.lines.records import (
+    NOT_RUN,
     BatchFault,
     BatchRecord,
     Outcome,
@@ -39,19 +40,12 @@ from loraplex.router.telemetry.metrics import RouterMetrics
 
 _RETRIES = 10
 # Of one batch: those of a few lines each must not wait for each other.
-_ADAPTERS_AT_ONCE = 8
+_ADAPTERS_AT_ONCE = 32
 _CHECK_EVERY_BYTES = 1 << 20
 # How often other routers learn how far it is.
 _NOTE_S = 1.0
 # A quota of the caller's, or a full queue: never the line's own fault.
 _TOO_MANY = 429
-_FAULTS: dict[BatchEnd, BatchFault] = {
-    "cancelled": BatchFault("batch_cancelled", "the batch was cancelled before the line ran"),
-    "expired": BatchFault(
-        "batch_expired", "the line could not be run before the completion window expired"
-    ),
-    "failed": BatchFault("batch_failed", "the batch failed before the line ran"),
-}
 
 # Of a path, a body and the header `Authorization`.
 Ask = Callable[[str, bytes, str], Awaitable[InsideAnswer]]
@@ -187,7 +181,7 @@ class BatchRun:
                 return
             end: BatchEnd = self._stop or "completed"
             if self._stop is not None:
-                await off_loop(self._answer_rest, source, journal, _FAULTS[end])
+                await off_loop(self._answer_rest, source, journal, NOT_RUN[end])
             self._count(journal, total)
         await self._finalize(end)
 

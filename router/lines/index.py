@@ -67,13 +67,19 @@ class BatchInput:
     def mark(self, place: int) -> int:
         return self._marks[place]
 
-    def read(self, place: int) -> BatchRequest | BadLine:
-        """Reads one line. Raises BatchError if the file has changed since it was read through."""
+    def content(self, place: int) -> bytes:
+        """Reads the text of one line, without its end. Raises BatchError if the file has changed
+        since it was read through.
+        """
         self._file.seek(self._offsets[place])
         content = next(self._lines(), b"").strip()
         if mark_of(content) != self._marks[place]:
             raise BatchError(f"{self._path} has changed in line {place + 1} since the start")
-        said = read_line(content, self._rules)
+        return content
+
+    def read(self, place: int) -> BatchRequest | BadLine:
+        """Reads one line. Raises BatchError as `content` does."""
+        said = read_line(self.content(place), self._rules)
         if self.groups[place] == TWICE:
             message = f"an earlier line has the custom_id {said.custom_id!r}, too"
             return BadLine("duplicate_custom_id", message, said.custom_id)

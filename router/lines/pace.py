@@ -1,6 +1,4 @@
-"""How many lines of a batch are with the server at once, and what follows a failure. Pure."""
-
-from typing import Literal
+"""How many lines of a batch are with the server at once. Pure."""
 
 # It may be the line's own fault: its answer is too long for the time that it has.
 TOO_LONG = 504
@@ -12,8 +10,6 @@ _LONGEST_S = 60.0
 _FAST, _SLOW = 1 / 4, 1 / 64
 _NEAR = 0.1
 
-Verdict = Literal["again", "give up", "end"]
-
 
 def pause_s(attempt: int, asked_s: float | None) -> float:
     """Seconds to wait before another attempt. attempt: from 1. asked_s: the server's
@@ -21,16 +17,6 @@ def pause_s(attempt: int, asked_s: float | None) -> float:
     """
     backoff = min(_FIRST_S * 2.0 ** min(attempt - 1, 16), _LONGEST_S)
     return backoff if asked_s is None else min(max(asked_s, 0.0), _LONGEST_S)
-
-
-def after_failure(attempt: int, retries: int, status: int | None, got_further: bool) -> Verdict:
-    """Decides what follows an attempt without a good answer. status: None = there was no answer.
-    got_further: others were answered since this line's first attempt. If nobody is answered, the
-    fault is not the line's, and the batch ends.
-    """
-    if attempt <= retries:
-        return "again"
-    return "give up" if got_further or status == TOO_LONG else "end"
 
 
 class SendPace:

@@ -4,6 +4,7 @@ A record's id says which line of the input it answers: its number, and a mark of
 """
 
 import re
+from collections.abc import Mapping
 from hashlib import blake2b
 
 import msgspec
@@ -32,6 +33,16 @@ class BatchFault(msgspec.Struct, frozen=True):
     message: str
 
 
+# A line whose batch ended before it could run: it has no answer yet.
+NOT_RUN: Mapping[str, BatchFault] = {
+    "cancelled": BatchFault("batch_cancelled", "the batch was cancelled before the line ran"),
+    "expired": BatchFault(
+        "batch_expired", "the line could not be run before the completion window expired"
+    ),
+    "failed": BatchFault("batch_failed", "the batch failed before the line ran"),
+}
+
+
 class BatchRecord(msgspec.Struct, frozen=True):
     id: str
     custom_id: str | None
@@ -41,13 +52,6 @@ class BatchRecord(msgspec.Struct, frozen=True):
     @property
     def is_success(self) -> bool:
         return self.response is not None and self.response.is_success
-
-    @property
-    def kind(self) -> str:
-        """The kind of outcome, for a summary."""
-        if self.error is not None:
-            return self.error.code
-        return "" if self.response is None else f"status {self.response.status_code}"
 
 
 Outcome = BatchResponse | BatchFault

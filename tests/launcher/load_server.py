@@ -67,7 +67,8 @@ class Handler(socketserver.StreamRequestHandler):
             name, _, value = line.partition(": ")
             headers[name.lower()] = value
         body = self.rfile.read(int(headers.get("content-length", 0)))
-        asked = Asked(method, path, headers, json.loads(body) if body else None)
+        is_json = "json" in headers.get("content-type", "")
+        asked = Asked(method, path, headers, json.loads(body) if is_json else None)
         with self.server.lock:
             number = sum(earlier.method == "POST" for earlier in self.server.asked)
             self.server.asked.append(asked)

@@ -1,10 +1,10 @@
-"""How many lines are in flight, and what follows a failure."""
+"""How many lines are in flight."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.router.lines.pace import SendPace, Verdict, after_failure, pause_s
+from loraplex.router.lines.pace import SendPace, pause_s
 
 
 @pytest.mark.parametrize(
@@ -14,22 +14,6 @@ from loraplex.router.lines.pace import SendPace, Verdict, after_failure, pause_s
 )
 def test_pauses(attempt: int, asked: float | None, pause: float) -> None:
     assert pause_s(attempt, asked) == pause
-
-
-@pytest.mark.parametrize(
-    ("attempt", "status", "further", "verdict"),
-    [
-        (1, 429, False, "again"),
-        (3, None, False, "again"),
-        (4, None, True, "give up"),
-        (4, 503, True, "give up"),
-        (4, 504, False, "give up"),
-        (4, 503, False, "end"),
-        (4, None, False, "end"),
-    ],
-)
-def test_verdicts(attempt: int, status: int | None, further: bool, verdict: Verdict) -> None:
-    assert after_failure(attempt, 3, status, further) == verdict
 
 
 def test_those_refused_together_halve_the_limit_once() -> None:

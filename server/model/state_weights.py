@@ -9,7 +9,13 @@ from loraplex.server.kernels.states.operands import Convolution, GatedNorm, Stat
 from loraplex.server.model.devices.sharding import sharded_states
 from loraplex.server.model.linear.linear import Linear
 from loraplex.server.model.spec.model_spec import layer_path
-from loraplex.server.model.spec.state_spec import DeltaNetSpec, Mamba2Spec, ShortConvSpec, StateSpec
+from loraplex.server.model.spec.state_spec import (
+    CONV,
+    DeltaNetSpec,
+    Mamba2Spec,
+    ShortConvSpec,
+    StateSpec,
+)
 from loraplex.server.model.weight_source import WeightSource
 
 
@@ -17,8 +23,8 @@ from loraplex.server.model.weight_source import WeightSource
 class RecurrentWeights:
     """Weights of a mixer that writes and reads a state, as `spec` says, which is the device's part.
 
-    gates: of the last product before `out`. z_columns: int32, where the product `mixed` has z.
-    heads: which write states and read them.
+    gates: of the last product before `out`. z_columns: int32, where a product has z, the last one
+    if `gates_z`, else the first. heads: which write states and read them.
     """
 
     spec: DeltaNetSpec | Mamba2Spec
@@ -28,6 +34,7 @@ class RecurrentWeights:
     norm: GatedNorm
     z_columns: torch.Tensor
     heads: StateHeads
+    gates_z: bool = False
 
     @property
     def is_delta(self) -> bool:
@@ -48,15 +55,16 @@ def delta_net_weights(
     mixed, gates = (
         _columns(each, conv.device) for each in (spec.mixed_columns(), spec.gate_columns())
     )
-    channels, z = mixed.split((spec.num_channels, spec.value_size))
+    channels, of_gates = spec.num_channels, 2 * spec.value_heads
     return RecurrentWeights(
         spec,
         linears,
-        Convolution(channels, conv),
-        StateGates(gates, *decays),
+        Convolution(mixed[:channels], conv),
+        StateGates(gates[:of_gates], *decays, beta=spec.beta),
         GatedNorm(norm.repeat(spec.value_heads), spec.epsilon, spec.value_dim),
-        z,
+        torch.cat((mixed[channels:], gates[of_gates:])),
         StateHeads(spec.key_heads, spec.value_heads, spec.key_dim, spec.value_dim),
+        spec.gates_z,
     )
 
 
@@ -121,12 +129,14 @@ def load_states(source: WeightSource, spec: StateSpec, layer: int) -> StateWeigh
         case DeltaNetSpec() as part:
             path = layer_path(layer, part.path)
             logs, shift = (_of_heads(source, f"{path}.{name}") for name in ("A_log", "dt_bias"))
-            weight, _ = _convolution(source, f"{path}.conv1d", spec.channel_spans, bias=False)
-            norm = source.get(f"{path}.norm.weight")
+            convs = [f"{path}.{name}.weight" for name, _ in part.convs or ((CONV, 0),)]
+            stored = torch.cat([source.mapped(name).squeeze(1) for name in convs])
+            weight = source.rows(stored, spec.channel_spans)
+            norm = source.get(f"{path}.{part.norm}.weight")
             return delta_net_weights(part, linears, weight, (-logs.exp(), shift), norm)
         case Mamba2Spec() as part:
             path = layer_path(layer, part.path)
-            conv = _convolution(source, f"{path}.conv1d", spec.channel_spans, bias=part.bias)
+            conv = _convolution(source, f"{path}.{CONV}", spec.channel_spans, bias=part.bias)
             names = ("A_log", "dt_bias", "D")
             logs, shift, skip = (_of_heads(source, f"{path}.{name}") for name in names)
             numbers = (-logs.exp(), shift, skip)

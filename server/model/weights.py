@@ -14,7 +14,7 @@ from loraplex.adapters.classes import SCORE
 from loraplex.adapters.sharding import WHOLE, Shard
 from loraplex.server.config import AtLoad
 from loraplex.server.model.checkpoint.checkpoint import stored_tensors, tables
-from loraplex.server.model.checkpoint.expert_forms import as_stored
+from loraplex.server.model.checkpoint.layer_forms import as_stored
 from loraplex.server.model.checkpoint.stored_forms import stored_forms
 from loraplex.server.model.checkpoint.tensor_table import check_tensors, kinds
 from loraplex.server.model.checkpoint.text_part import model_shards

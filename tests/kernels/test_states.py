@@ -55,6 +55,15 @@ def delta(
     return DeltaNetSpec(*products, "delta", *heads, kernel, 1e-6, by_key_head)
 
 
+def apart(of: DeltaNetSpec) -> DeltaNetSpec:
+    """The same with z beside b and a, and betas up to 2."""
+    mixed, gates = (
+        linear("in", of.num_channels),
+        linear("gates", 2 * of.value_heads + of.value_size),
+    )
+    return replace(of, mixed=mixed, gates=gates, gates_z=True, beta=2.0)
+
+
 def conv(channels: int, kernel: int, *, bias: bool = False) -> ShortConvSpec:
     products = linear("in", 3 * channels), linear("out", 8, channels)
     return ShortConvSpec(*products, "conv", channels, kernel, bias)
@@ -77,6 +86,7 @@ SPECS: dict[str, StateSpec] = {
     "by-key-head": replace(ODD, by_key_head=True),
     "even": delta(1, 2, 128, 128, 4),
     "small": SMALL,
+    "apart": apart(ODD),
     "conv": conv(37, 3),
     "conv-bias": conv(600, 2, bias=True),
     "mamba": mamba(6, 2, 12, 10, 4, factors=(0.7, 1.3, 0.8, 1.2, 0.6)),

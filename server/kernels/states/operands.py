@@ -39,9 +39,9 @@ class StateGates(NamedTuple):
     which is `softplus(factor * input + bias)` within limits.
 
     columns: int32, which features of a product `[tokens, features]` have the inputs. In the delta
-    rule they are b of each head, then the inputs: it writes `sigmoid(b)` in place of dt. decay,
-    bias: float32 `[heads]`. skip: float32 `[heads]`, of what is written, which is added to what is
-    read; None = nothing is.
+    rule they are b of each head, then the inputs: it writes `beta * sigmoid(b)` in place of dt.
+    decay, bias: float32 `[heads]`. skip: float32 `[heads]`, of what is written, which is added to
+    what is read; None = nothing is.
     """
 
     columns: torch.Tensor
@@ -50,6 +50,7 @@ class StateGates(NamedTuple):
     skip: torch.Tensor | None = None
     limits: tuple[float, float] = (0.0, float("inf"))
     factor: float = 1.0
+    beta: float = 1.0
 
 
 class StateHeads(NamedTuple):

@@ -102,7 +102,7 @@ def _recur(
         "FACTOR": gates.factor,
         "LOW": low,
         "HIGH": min(high, _MOST),
-        "DELTA": gates.skip is None,
+        "DELTA": 0.0 if gates.skip is not None else gates.beta,
     }
     skip = gates.decay if gates.skip is None else gates.skip
     of_gates = (product, gates.columns, gates.decay, gates.bias)
@@ -177,7 +177,7 @@ def _gates_of(
     DELTA: tl.constexpr,
 ) -> Any:
     """The logarithm of what stays of a head's state at tokens, and how much is written; zeros where
-    not inside."""
+    not inside. DELTA: the delta rule's most; 0 = the rule is Mamba-2's."""
     place = product_ptr + token * GATES
     column = tl.load(columns_ptr + (VALUES if DELTA else 0) + head)
     a = tl.load(place + column, mask=inside, other=0.0).to(tl.float32)
@@ -191,7 +191,7 @@ def _gates_of(
     decay = tl.where(inside, tl.load(decay_ptr + head) * dt, 0.0)
     if DELTA:
         b = tl.load(place + tl.load(columns_ptr + head), mask=inside, other=0.0).to(tl.float32)
-        dt = 1.0 / (1.0 + tl.exp(-b))
+        dt = DELTA / (1.0 + tl.exp(-b))
     return decay, tl.where(inside, dt, 0.0)
 
 

@@ -14,7 +14,7 @@ from loraplex.server.model.checkpoint.checkpoint import (
     stored_tensors,
     tables,
 )
-from loraplex.server.model.checkpoint.expert_forms import as_stored
+from loraplex.server.model.checkpoint.layer_forms import as_stored
 from loraplex.server.model.checkpoint.stored_forms import Expected, expected_tensors, stored_forms
 from loraplex.server.model.checkpoint.text_part import model_shards
 from loraplex.server.model.quantisation.forms import FLOATS, UINT8

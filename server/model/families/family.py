@@ -62,7 +62,7 @@ _POSITIONS: dict[int, tuple[str, ...]] = {
         *("qwen3_moe", "qwen3_next", "smollm3"),
     ),
     16384: ("afmoe",),
-    65536: ("apertus",),
+    65536: ("apertus", "olmo_hybrid"),
     131072: (
         *("cwm", "ernie4_5", "ernie4_5_moe", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt_oss"),
         *("gemma4_text", "ministral", "mistral", "mixtral", "phimoe"),

@@ -90,10 +90,11 @@ def mix_states(
     for slices, each in convolved:
         rule(each, heads, products[-1], weights.gates, states[1], slices, read, kept[-1])
     norm, columns = weights.norm, weights.z_columns
+    of_z = products[-1 if weights.gates_z else 0]
     if norm.size > read.shape[1]:
-        return states_torch.gated_norm(read, mixed[:, columns], norm, over_devices)
+        return states_torch.gated_norm(read, of_z[:, columns], norm, over_devices)
     out = read if is_delta else torch.empty_like(read, dtype=mixed.dtype)
-    gated_norm(read, mixed, columns, norm, out)
+    gated_norm(read, of_z, columns, norm, out)
     return out
 
 

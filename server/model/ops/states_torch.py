@@ -37,7 +37,8 @@ def mix_states(
         inputs = inputs * mixed[:, conv.factors[0]]
     if not isinstance(weights, ShortConvWeights):
         found = _recur(moves, inputs, products[-1], weights, states)
-        return gated_norm(found, mixed[:, weights.z_columns], weights.norm, over_devices)
+        z = products[-1 if weights.gates_z else 0][:, weights.z_columns]
+        return gated_norm(found, z, weights.norm, over_devices)
     found = torch.empty_like(inputs)
     for tokens, rows in moves:
         found[tokens] = _convolve(inputs[tokens], conv, states[0], rows)
@@ -69,7 +70,7 @@ def _recur(
     is_delta, of_gates = weights.is_delta, product[:, gates.columns].float()
     b, a = of_gates.chunk(2, dim=1) if is_delta else (None, of_gates)
     dt = functional.softplus(a * gates.factor + gates.bias).clamp(*gates.limits)
-    kept, taken = (gates.decay * dt).exp(), dt if b is None else b.sigmoid()
+    kept, taken = (gates.decay * dt).exp(), dt if b is None else b.sigmoid() * gates.beta
     dtype = inputs.dtype if is_delta else torch.float32
     found = inputs.new_empty(len(inputs), *memory.shape[1::2], dtype=dtype)
     for tokens, rows in moves:

@@ -7,6 +7,9 @@ import msgspec
 from loraplex.adapters.sharding import Span
 from loraplex.server.model.spec.linear_spec import LinearSpec, Tensors
 
+# The usual name of a convolution.
+CONV = "conv1d"
+
 
 class StateForm(msgspec.Struct, frozen=True):
     """One tensor of a sequence's state in one layer. shape: of one sequence. wide: in float32; else
@@ -24,6 +27,8 @@ class DeltaNetSpec(msgspec.Struct, frozen=True):
     the decay comes. path: of the module that has all. value_heads: a multiple of `key_heads`;
     neighbours share a key. key_dim, value_dim: features of a head. by_key_head: outputs of one key
     head lie together, `q k v z` of `mixed` and `b a` of `gates`; else those of all heads do.
+    gates_z: z lies behind b and a in `gates`. beta: the most that it can be. norm: the norm's name.
+    convs: names of the convolution's tensors and rows of each; () = one, `conv1d`.
     """
 
     mixed: LinearSpec
@@ -37,6 +42,10 @@ class DeltaNetSpec(msgspec.Struct, frozen=True):
     kernel: int
     epsilon: float
     by_key_head: bool = False
+    gates_z: bool = False
+    beta: float = 1.0
+    norm: str = "norm"
+    convs: tuple[tuple[str, int], ...] = ()
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
@@ -80,14 +89,15 @@ class DeltaNetSpec(msgspec.Struct, frozen=True):
         )
 
     def mixed_columns(self) -> list[int]:
-        """Columns of `mixed` that are q of all heads, then k, v and z."""
+        """Columns of `mixed` that are q of all heads, then k, v and, unless `gates` has it, z."""
         values = self.value_size // self.key_heads
-        return self._columns((self.key_dim, self.key_dim, values, values))
+        return self._columns((self.key_dim, self.key_dim, *[values] * (1 if self.gates_z else 2)))
 
     def gate_columns(self) -> list[int]:
-        """Columns of `gates` that are b of all heads, then a."""
+        """Columns of `gates` that are b of all heads, then a and, if it has it, z."""
         heads = self.value_heads // self.key_heads
-        return self._columns((heads, heads))
+        z = [self.value_size // self.key_heads] * self.gates_z
+        return self._columns((heads, heads, *z))
 
     def _columns(self, of_key_head: tuple[int, ...]) -> list[int]:
         """The columns of several parts, each of all heads. of_key_head: features of a key head in
@@ -107,10 +117,11 @@ class DeltaNetSpec(msgspec.Struct, frozen=True):
         """Names, relative to the layer, and shapes of what the checkpoint holds."""
         for linear in self.linears:
             yield from linear.tensors()
-        yield from conv_tensors(f"{self.path}.conv1d", self.num_channels, self.kernel, bias=False)
+        for conv, rows in self.convs or ((CONV, self.num_channels),):
+            yield from conv_tensors(f"{self.path}.{conv}", rows, self.kernel, bias=False)
         yield f"{self.path}.A_log", (self.value_heads,)
         yield f"{self.path}.dt_bias", (self.value_heads,)
-        yield f"{self.path}.norm.weight", (self.value_dim,)
+        yield f"{self.path}.{self.norm}.weight", (self.value_dim,)
 
 
 class ShortConvSpec(msgspec.Struct, frozen=True):
@@ -228,7 +239,7 @@ class Mamba2Spec(msgspec.Struct, frozen=True):
         """Names, relative to the layer, and shapes of what the checkpoint holds."""
         for linear in self.linears:
             yield from linear.tensors()
-        conv = f"{self.path}.conv1d"
+        conv = f"{self.path}.{CONV}"
         yield from conv_tensors(conv, self.num_channels, self.kernel, bias=self.bias)
         for name in ("A_log", "D", "dt_bias"):
             yield f"{self.path}.{name}", (self.heads,)

@@ -43,11 +43,6 @@ OTHERS: dict[str, dict[str, Any]] = {
     "bert": {"architectures": ["BertForMaskedLM"], "hidden_act": "gelu", "type_vocab_size": 2},
     "t5": {"architectures": ["T5ForConditionalGeneration"], "d_model": 512, "num_layers": 6},
     "whisper": {"architectures": ["WhisperForConditionalGeneration"], "d_model": 384},
-    "olmo_hybrid": {
-        "architectures": ["OlmoHybridForCausalLM"],
-        **TEXT,
-        "layer_types": ["linear_attention", "full_attention"],
-    },
     "bloom": {"architectures": ["BloomForCausalLM"], "n_layer": 6, "slow_but_exact": False},
     "mamba": {"architectures": ["MambaForCausalLM"], "state_size": 16},
     "deepseek_v2": {"architectures": ["DeepseekV2ForCausalLM"], "kv_lora_rank": 512},

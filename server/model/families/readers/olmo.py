@@ -21,7 +21,7 @@ _OLMO3 = RopeRules(theta=5e5)
 def read_olmo(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     sizes = _read_sizes(fields)._replace(epsilon=1e-5)
     norm = NormSpec("", sizes.hidden, sizes.epsilon, kind="layer", has_weight=False)
-    model = llama.assembled(fields, generation, sizes, _read_biases(fields), eos=_EOS)
+    model = llama.assembled(fields, generation, sizes, read_biases(fields), eos=_EOS)
     steps = tuple(replace(step, pre=norm) for step in model.layers[0].steps)
     return replace(model, norm=norm, layers=(LayerSpec(steps),) * sizes.layers)
 
@@ -29,7 +29,7 @@ def read_olmo(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
 def read_olmo2(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     sizes = _read_sizes(fields)
     rope, max_context = read_rope(fields, sizes)
-    attentions = [family.attention(sizes, rope, biases=_read_biases(fields))] * sizes.layers
+    attentions = [family.attention(sizes, rope, biases=read_biases(fields))] * sizes.layers
     return _model(fields, generation, sizes, attentions, max_context)
 
 
@@ -51,7 +51,7 @@ def read_olmo3(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     (rope, max_context), (windowed_rope, _) = (
         read_table(fields, table, sizes, _OLMO3) for table in (full, windowed)
     )
-    biases = _read_biases(fields)
+    biases = read_biases(fields)
     attentions = [
         family.attention(sizes, windowed_rope if has else rope, each, biases)
         for has, each in zip(family.read_windowed(fields, sizes, has_window), windows, strict=True)
@@ -68,13 +68,25 @@ def with_wide_norms(of: AttentionSpec, sizes: family.ModelSizes) -> AttentionSpe
     )
 
 
+def attending(sizes: family.ModelSizes, of: AttentionSpec) -> LayerSpec:
+    """Make a layer whose attention and MLP have norms behind them, and whose q and k are normed
+    over all heads together."""
+    norms = family.NormPlaces(
+        pre_attention=None,
+        pre_mlp=None,
+        post_attention=NormSpec("post_attention_layernorm", sizes.hidden, sizes.epsilon),
+        post_mlp=NormSpec("post_feedforward_layernorm", sizes.hidden, sizes.epsilon),
+    )
+    return family.layer(sizes, with_wide_norms(of, sizes), norms=norms)
+
+
 def _read_sizes(fields: Fields) -> family.ModelSizes:
     family.refuse_other_attention(fields)
     fields.only("clip_qkv", None)
     return family.read_sizes(fields, epsilon=1e-5)
 
 
-def _read_biases(fields: Fields) -> family.Biases:
+def read_biases(fields: Fields) -> family.Biases:
     bias = bool(fields.config.get("attention_bias", False))
     return family.Biases(qkv=bias, o=bias)
 
@@ -86,22 +98,6 @@ def _model(
     attentions: Sequence[AttentionSpec],
     max_context: int,
 ) -> ModelSpec:
-    def norm(path: str, size: int) -> NormSpec:
-        return NormSpec(path, size, sizes.epsilon)
-
-    norms = family.NormPlaces(
-        pre_attention=None,
-        pre_mlp=None,
-        post_attention=norm("post_attention_layernorm", sizes.hidden),
-        post_mlp=norm("post_feedforward_layernorm", sizes.hidden),
-    )
-    layers = [
-        family.layer(
-            sizes,
-            with_wide_norms(of, sizes),
-            norms=norms,
-        )
-        for of in attentions
-    ]
+    layers = [attending(sizes, of) for of in attentions]
     eos = family.read_eos(fields, generation, sizes, default=_EOS)
     return family.model(fields, sizes, layers, max_context, eos)

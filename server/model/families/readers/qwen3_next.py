@@ -26,7 +26,7 @@ from loraplex.server.model.spec.state_spec import DeltaNetSpec
 
 LINEAR = "linear_attention"
 _HEAD_DIM = 256
-_PATH = "linear_attn"
+PATH = "linear_attn"
 _RULES = RopeRules(partial=0.25)
 
 
@@ -136,17 +136,24 @@ def _gated(of: AttentionSpec) -> AttentionSpec:
     return replace(of, qkv=replace(of.qkv, parts=(wide, *kv)), is_gated=True, **norms)
 
 
-def _read_delta(fields: Fields, sizes: ModelSizes, *, by_key_head: bool) -> DeltaNetSpec:
-    keys = fields.positive("linear_num_key_heads", 16)
-    values = fields.positive("linear_num_value_heads", 32)
-    key_dim = fields.positive("linear_key_head_dim", 128)
-    value_dim = fields.positive("linear_value_head_dim", 128)
+def read_heads(fields: Fields, usual: tuple[int, int, int, int]) -> tuple[int, int, int, int, int]:
+    """Heads of keys and of values, features of one of each, and tokens of the convolution. usual:
+    of heads, where `config.json` says nothing."""
+    keys = fields.positive("linear_num_key_heads", usual[0])
+    values = fields.positive("linear_num_value_heads", usual[1])
+    key_dim = fields.positive("linear_key_head_dim", usual[2])
+    value_dim = fields.positive("linear_value_head_dim", usual[3])
     kernel = fields.positive("linear_conv_kernel_dim", 4)
     if values % keys:
         fields.refuse(f"{values} linear_num_value_heads do not divide among {keys} key heads")
         keys = values = 1
     if kernel == 1:
         fields.refuse("linear_conv_kernel_dim must be at least 2, got 1")
+    return keys, values, key_dim, value_dim, kernel
+
+
+def _read_delta(fields: Fields, sizes: ModelSizes, *, by_key_head: bool) -> DeltaNetSpec:
+    keys, values, key_dim, value_dim, kernel = read_heads(fields, (16, 32, 128, 128))
     mixed: dict[str, tuple[Span, ...]]
     gates: dict[str, tuple[Span, ...]]
     if by_key_head:
@@ -159,12 +166,12 @@ def _read_delta(fields: Fields, sizes: ModelSizes, *, by_key_head: bool) -> Delt
         of_heads = Span(values, values // keys)
         mixed = {"in_proj_qkv": (of_keys, of_keys, of_values), "in_proj_z": (of_values,)}
         gates = {"in_proj_b": (of_heads,), "in_proj_a": (of_heads,)}
-    out = Part(f"{_PATH}.out_proj", sizes.hidden)
+    out = Part(f"{PATH}.out_proj", sizes.hidden)
     return DeltaNetSpec(
-        _column("in", sizes, mixed),
-        _column("gates", sizes, gates),
+        column("in", sizes, mixed),
+        column("gates", sizes, gates),
         LinearSpec("out", values * value_dim, (out,), "row"),
-        _PATH,
+        PATH,
         keys,
         values,
         key_dim,
@@ -175,10 +182,10 @@ def _read_delta(fields: Fields, sizes: ModelSizes, *, by_key_head: bool) -> Delt
     )
 
 
-def _column(role: Role, sizes: ModelSizes, parts: Mapping[str, tuple[Span, ...]]) -> LinearSpec:
+def column(role: Role, sizes: ModelSizes, parts: Mapping[str, tuple[Span, ...]]) -> LinearSpec:
     """Make a product of hidden states. parts: names of modules, and how devices share them."""
     made = (
-        Part(f"{_PATH}.{name}", sum(span.features for span in spans), spans)
+        Part(f"{PATH}.{name}", sum(span.features for span in spans), spans)
         for name, spans in parts.items()
     )
     return LinearSpec(role, sizes.hidden, tuple(made), "column")

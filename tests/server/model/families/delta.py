@@ -3,6 +3,8 @@
 from typing import Any
 
 from transformers import (
+    OlmoHybridConfig,
+    OlmoHybridForCausalLM,
     Qwen3_5ForCausalLM,
     Qwen3_5ForConditionalGeneration,
     Qwen3_5MoeForCausalLM,
@@ -54,6 +56,16 @@ _NEXT = Variant(
     others=on_experts,
     beside=_SHARED,
 )
+_OLMO = Variant(
+    OlmoHybridConfig,
+    OlmoHybridForCausalLM,
+    {
+        **{key: size for key, size in _SIZES.items() if key != "head_dim"},
+        "rope_parameters": {"rope_type": "default", "rope_theta": None},
+        "pad_token_id": None,
+    },
+    (*SEVEN[:4], "g_proj", "b_proj", "a_proj", *SEVEN[4:]),
+)
 DELTA: dict[str, Variant] = {
     "qwen3.5": _DENSE,
     # As many heads of values as of keys, and a kernel of the least size.
@@ -85,4 +97,18 @@ DELTA: dict[str, Variant] = {
         linear_conv_kernel_dim=5,
         partial_rotary_factor=0.5,
     )._replace(is_adapted=False, beside=(*SEVEN[4:], *_SHARED)),
+    "olmo-hybrid": _OLMO,
+    # With a rotation, betas below 1 and a kernel of the least size.
+    "olmo-hybrid-turned": of(
+        _OLMO,
+        layer_types=[FULL, LINEAR, FULL],
+        linear_num_key_heads=3,
+        linear_value_head_dim=7,
+        linear_conv_kernel_dim=2,
+        linear_allow_neg_eigval=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        attention_bias=True,
+        tie_word_embeddings=True,
+        is_adapted=False,
+    ),
 }

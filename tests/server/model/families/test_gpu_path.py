@@ -72,6 +72,7 @@ SERVED: dict[tuple[str, str], dict[str, Any]] = {
         "layer_types": DELTA,
         "shared_expert_intermediate_size": 32,
     },
+    ("olmo-hybrid", "fa3"): {"hidden_size": 64, "layer_types": DELTA},
     ("lfm2", "fa3"): {"hidden_size": 64, "layer_types": ["conv", "full_attention"]},
     ("bamba", "fa2"): {"hidden_size": 64, "mamba_d_head": 32, "attn_layer_indices": [0]},
     ("granite-h", "fa3"): {"hidden_size": 64, "layer_types": DELTA},

@@ -80,7 +80,7 @@ class Tried:
 
 
 # Whose single steps transformers computes as prompts: it limits time steps of the latter alone.
-OTHERS = ("lfm2", "granite-h", "falcon-h1")
+OTHERS = ("olmo-hybrid", "lfm2", "granite-h", "falcon-h1")
 
 
 @pytest.fixture(

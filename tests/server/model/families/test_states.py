@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
+from safetensors.torch import load_file, save_file
 
 from loraplex.adapters.errors import AdapterError
 from loraplex.server.config import ConfigError
@@ -39,7 +40,7 @@ CONFIG: dict[str, Any] = {
 
 
 # Rows of parity's table, of which an ordinary run tries the first.
-ROWS = ("qwen3.5", "lfm2", "granite-h", "falcon-h1", "nemotron-h")
+ROWS = ("qwen3.5", "olmo-hybrid", "lfm2", "granite-h", "falcon-h1", "nemotron-h")
 
 
 @pytest.fixture(
@@ -167,6 +168,8 @@ BAMBA: dict[str, Any] = {
     "attn_layer_indices": [1],
     "mamba_n_heads": 8,
 }
+OLMO = {**CONFIG, "model_type": "olmo_hybrid", "architectures": ["OlmoHybridForCausalLM"]}
+OLMO |= {"rope_parameters": None, "partial_rotary_factor": None}
 LFM2_MOE = {**LFM2, "model_type": "lfm2_moe", "architectures": ["Lfm2MoeForCausalLM"]}
 
 
@@ -181,6 +184,9 @@ LFM2_MOE = {**LFM2, "model_type": "lfm2_moe", "architectures": ["Lfm2MoeForCausa
         (CONFIG, {"attn_output_gate": False}, "attn_output_gate must be true"),
         (CONFIG, {"hidden_act": "gelu"}, "hidden_act must be"),
         (CONFIG, {"linear_key_head_dim": "x"}, "linear_key_head_dim must be a positive integer"),
+        (OLMO, {"layer_types": [LINEAR, LINEAR]}, "without layers of full_attention"),
+        (OLMO, {"linear_allow_neg_eigval": None}, "linear_allow_neg_eigval must be true or false"),
+        (OLMO, {"hidden_act": "gelu"}, "hidden_act must be"),
         (LFM2, {"layer_types": ["conv", "conv"]}, "without layers of full_attention"),
         (LFM2, {"layer_types": [LINEAR, FULL]}, "layer_types must say conv or full_attention"),
         (LFM2, {"conv_L_cache": 1}, "conv_L_cache must be at least 2"),
@@ -240,6 +246,29 @@ def test_heads_of_states_are_shared_as_those_of_attention_are() -> None:
         sharded(model, 3)
     (window, memory), (of_two, half) = (of.states[0] for of in (model, sharded(model, 2)))
     assert (2 * of_two.shape[1], 2 * half.shape[0]) == (window.shape[1], memory.shape[0])
+
+
+@pytest.mark.parametrize("form", ["of transformers", "of each", "whole"])
+def test_a_convolution_in_parts(form: str, tmp_path: Path) -> None:
+    """OLMo Hybrid has a tensor each for q, k and v, which transformers cuts into equal ones."""
+    model: Any = make_model("olmo-hybrid")
+    save_model(model, tmp_path)
+    whole: dict[str, torch.Tensor] = {}
+    for number in (0, 2):
+        path = f"model.layers.{number}.linear_attn"
+        weight = model.get_submodule(f"{path}.conv1d").weight.data
+        parts = weight.split((20, 20, 72)) if form == "of each" else (weight,)
+        names = [f"{of}_conv1d" for of in "qkv"] if form == "of each" else ["conv1d"]
+        whole |= {f"{path}.{name}.weight": part for name, part in zip(names, parts, strict=True)}
+    if form != "of transformers":
+        file = tmp_path / "model.safetensors"
+        rest = {name: of for name, of in load_file(file).items() if "conv1d" not in name}
+        save_file({**rest, **{name: part.contiguous() for name, part in whole.items()}}, file)
+    driver = Driver(tmp_path)
+    stream = Stream(driver, 0, prompt(9, 1), sampling=GREEDY)
+    generate(driver, [stream], 3, 4)
+    assert_parity(model, None, stream)
+    driver.close()
 
 
 def test_a_start_says_what_rows_have(served: Served) -> None:

@@ -1,6 +1,6 @@
-"""Forms of a checkpoint's experts, as its tensors tell them. No torch."""
+"""Forms of a checkpoint's experts and convolutions, as its tensors tell them. No torch."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import chain
 
@@ -10,12 +10,14 @@ from loraplex.server.model.checkpoint.checkpoint import StoredTensor
 from loraplex.server.model.spec.linear_spec import ExpertForm, ExpertStorage, LinearSpec
 from loraplex.server.model.spec.model_spec import Branch, ModelSpec, layer_path
 from loraplex.server.model.spec.moe_spec import MoeSpec
+from loraplex.server.model.spec.state_spec import CONV, DeltaNetSpec
 
 
 def as_stored(model: ModelSpec, names: Mapping[str, StoredTensor]) -> ModelSpec:
-    """Return the model with experts in the form that a checkpoint with these tensors holds. Where
-    it holds none, as the family says.
+    """Return the model with experts and convolutions in the forms that a checkpoint with these
+    tensors holds. Where it holds none, as the family says.
     """
+    model = _mapped(model, partial(_convolved, names))
     forms = chain.from_iterable(
         _forms(layer_path(index, linear.stored.path), linear.stored, names)
         for index, layer in enumerate(model.layers)
@@ -25,13 +27,26 @@ def as_stored(model: ModelSpec, names: Mapping[str, StoredTensor]) -> ModelSpec:
     form = next(forms, None)
     if form is None:
         return model
-    return replace(
-        model,
-        layers=tuple(
-            layer.mapped(partial(_branch, form, index, names))
-            for index, layer in enumerate(model.layers)
-        ),
-    )
+    return _mapped(model, partial(_branch, form, names))
+
+
+def _mapped(model: ModelSpec, change: Callable[[int, Branch], Branch]) -> ModelSpec:
+    layers = (layer.mapped(partial(change, index)) for index, layer in enumerate(model.layers))
+    return replace(model, layers=tuple(layers))
+
+
+def _convolved(names: Mapping[str, StoredTensor], layer: int, branch: Branch) -> Branch:
+    """The branch with the convolution in the parts that the checkpoint has, which savers of a whole
+    one cut in equal ones."""
+    if not isinstance(branch, DeltaNetSpec) or not branch.convs:
+        return branch
+    path = layer_path(layer, branch.path)
+    if f"{path}.{CONV}.weight" in names:
+        return replace(branch, convs=())
+    parts = [(conv, names.get(f"{path}.{conv}.weight")) for conv, _ in branch.convs]
+    rows = tuple((conv, of.shape[0]) for conv, of in parts if of is not None and of.shape)
+    is_whole = sum(number for _, number in rows) == branch.num_channels
+    return replace(branch, convs=rows) if is_whole else branch
 
 
 def _forms(path: str, stored: ExpertStorage, names: Mapping[str, StoredTensor]) -> list[ExpertForm]:
@@ -43,7 +58,7 @@ def _forms(path: str, stored: ExpertStorage, names: Mapping[str, StoredTensor]) 
 
 
 def _branch(
-    form: ExpertForm, layer: int, names: Mapping[str, StoredTensor], branch: Branch
+    form: ExpertForm, names: Mapping[str, StoredTensor], layer: int, branch: Branch
 ) -> Branch:
     if not isinstance(branch, MoeSpec):
         return branch

@@ -56,17 +56,23 @@ class PreparedMixer:
 
 @dataclass(frozen=True, slots=True)
 class PreparedStep(Generic[L, Y]):
-    """A step of a layer. feed_forwards: give the output of a branch for normed rows, with
-    its adapters. The others are those of StepSpec and StepWeights."""
+    """A step of a layer. feed_forwards: give the output of a branch for normed rows and the
+    stream, with its adapters. own: norms of each of these. The others are those of StepSpec and
+    StepWeights."""
 
     mixer: PreparedMixer | None
-    feed_forwards: tuple[Callable[[torch.Tensor, L | None], Y], ...]
+    feed_forwards: tuple[Callable[[torch.Tensor, torch.Tensor, L | None], Y], ...]
     pre: Norm | None
     post: Norm | None
-    beside: Norm | None
+    own: tuple[tuple[Norm | None, Norm | None], ...]
     factor: float
     scalar: float
     reads_last: bool
+
+    @property
+    def sums_normed(self) -> bool:
+        """Whether a norm lies behind each branch, before their sum."""
+        return any(post is not None for _, post in self.own)
 
 
 class Decoder(Generic[P, L, Y]):
@@ -109,7 +115,8 @@ class Decoder(Generic[P, L, Y]):
                     feed_forwards.append(partial(self._moe, branch, of_branch))
                 case _:
                     mixer = PreparedMixer(layer, branch, of_branch)
-        norms = weights.pre, weights.post, weights.beside
+        own = (weights.own or ((None, None),) * len(weights.branches))[int(mixer is not None) :]
+        norms = weights.pre, weights.post, own
         rule = spec.factor, weights.scalar, spec.reads_last
         return PreparedStep(mixer, tuple(feed_forwards), *norms, *rule)
 
@@ -203,9 +210,9 @@ class Decoder(Generic[P, L, Y]):
         at, mixer = self._mixing[number], self.mixers[number]
         delta = self.ops.linear(mixed, mixer.weights.linears[-1], lora, mixer.sites[-1])
         if self._steps[at].feed_forwards:
-            norm = self._steps[at].beside
-            read = self._normed(at, hidden, lora) if norm is None else self.ops.norm(hidden, norm)
-            delta = self.ops.plus(delta, self._fed_forward(at, read, lora))
+            reads_own = all(pre is not None for pre, _ in self._steps[at].own)
+            read = hidden if reads_own else self._normed(at, hidden, lora)
+            delta = self.ops.plus(delta, self._fed_forward(at, read, hidden, lora))
         normed, hidden = self._summed(at, delta, hidden, lora, last)
         return self._up_to_mixer(at + 1, normed, hidden, lora)
 
@@ -216,14 +223,30 @@ class Decoder(Generic[P, L, Y]):
         for number in range(begin, len(self._steps)):
             if self._steps[number].mixer is not None:
                 break
-            delta = self._fed_forward(number, normed, lora)
+            delta = self._fed_forward(number, normed, hidden, lora)
             normed, hidden = self._summed(number, delta, hidden, lora)
         return normed, hidden
 
-    def _fed_forward(self, number: int, normed: torch.Tensor, lora: L | None) -> Y:
-        """The sum of a step's feed-forwards."""
-        deltas = [run(normed, lora) for run in self._steps[number].feed_forwards]
-        return reduce(self.ops.plus, deltas)
+    def _fed_forward(
+        self, number: int, normed: torch.Tensor, hidden: torch.Tensor, lora: L | None
+    ) -> Y:
+        """The sum of a step's feed-forwards; where norms lie behind these, over all devices."""
+        step, ops = self._steps[number], self.ops
+        deltas = (
+            run(normed if pre is None else ops.norm(hidden, pre), hidden, lora)
+            for run, (pre, _) in zip(step.feed_forwards, step.own, strict=True)
+        )
+        if not step.sums_normed:
+            return reduce(ops.plus, deltas)
+        total = None
+        for delta, (_, post) in zip(deltas, step.own, strict=True):
+            delta = ops.reduce(delta)
+            if total is not None:
+                _, total = ops.add_norm(delta, total, None, post)
+            elif post is not None:
+                total = ops.norm(ops.complete(delta), post)
+        assert total is not None
+        return ops.completed(total)
 
     def _summed(
         self,
@@ -236,7 +259,8 @@ class Decoder(Generic[P, L, Y]):
         """Add what a step's branches give to the residual stream, and norm for the next step."""
         step, is_last = self._steps[number], number + 1 == len(self._steps)
         norm = self.weights.norm if is_last else self._steps[number + 1].pre
-        delta = self.ops.reduce(delta)
+        if not step.sums_normed:
+            delta = self.ops.reduce(delta)
         if step.scalar == 1.0:
             normed, hidden = self.ops.add_norm(delta, hidden, norm, step.post, step.factor)
         else:
@@ -270,7 +294,12 @@ class Decoder(Generic[P, L, Y]):
         return normed
 
     def _mlp(
-        self, weights: MlpWeights, sites: BranchSites, normed: torch.Tensor, lora: L | None
+        self,
+        weights: MlpWeights,
+        sites: BranchSites,
+        normed: torch.Tensor,
+        hidden: torch.Tensor,
+        lora: L | None,
     ) -> Y:
         ops, spec, (*of_gate, gate_up, down) = self.ops, weights.spec, sites
         y = ops.linear(normed, weights.gate_up, lora, gate_up)
@@ -285,9 +314,16 @@ class Decoder(Generic[P, L, Y]):
         return ops.scaled(found, gate)
 
     def _moe(
-        self, weights: MoeWeights, sites: BranchSites, normed: torch.Tensor, lora: L | None
+        self,
+        weights: MoeWeights,
+        sites: BranchSites,
+        normed: torch.Tensor,
+        hidden: torch.Tensor,
+        lora: L | None,
     ) -> Y:
-        return self.ops.moe(normed, weights, lora, sites)
+        norm = weights.router_norm
+        routed_by = normed if norm is None else self.ops.norm(hidden, norm)
+        return self.ops.moe(normed, routed_by, weights, lora, sites)
 
     def logits(
         self,

@@ -21,6 +21,9 @@ from loraplex.server.model.checkpoint.text_part import model_shards
 from loraplex.server.model.linear.dense import DenseLinear
 from loraplex.server.model.linear.experts import MoeWeights
 from loraplex.server.model.linear.linear import Linear
+from loraplex.server.model.linear.norm import LayerNorm as LayerNorm
+from loraplex.server.model.linear.norm import Norm as Norm
+from loraplex.server.model.linear.norm import RmsNorm as RmsNorm
 from loraplex.server.model.spec.linear_spec import LinearSpec
 from loraplex.server.model.spec.model_spec import (
     SINKS,
@@ -39,24 +42,6 @@ from loraplex.server.model.state_weights import StateWeights, load_states
 from loraplex.server.model.weight_source import WeightSource, path_in
 
 log = logging.getLogger(__name__)
-
-
-class RmsNorm(NamedTuple):
-    """An RMS norm. weight: `[features]`, as it is multiplied; float32 where the spec adds to it."""
-
-    weight: torch.Tensor
-    epsilon: float
-
-
-class LayerNorm(NamedTuple):
-    """A LayerNorm. weight, bias: `[features]`."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    epsilon: float
-
-
-Norm = RmsNorm | LayerNorm
 
 
 class KvScales(NamedTuple):
@@ -108,13 +93,13 @@ BranchWeights = MixerWeights | MlpWeights | MoeWeights
 
 @dataclass(frozen=True, slots=True)
 class StepWeights:
-    """Weights of one step of a layer, as its StepSpec says. scalar: what its sum is multiplied
-    with."""
+    """Weights of one step of a layer, as its StepSpec says. own: norms before and behind each
+    branch. scalar: what its sum is multiplied with."""
 
     branches: tuple[BranchWeights, ...]
     pre: Norm | None
     post: Norm | None
-    beside: Norm | None
+    own: tuple[tuple[Norm | None, Norm | None], ...] = ()
     scalar: float = 1.0
 
 
@@ -212,7 +197,7 @@ def _load_layer(source: WeightSource, model: ModelSpec, index: int) -> LayerWeig
             tuple(_load_branch(source, branch, index) for branch in step.branches),
             optional(step.pre),
             optional(step.post),
-            optional(step.beside),
+            tuple((optional(norms.pre), optional(norms.post)) for norms in step.own),
             source.number(layer_path(index, step.scalar)) if step.scalar else 1.0,
         )
         for step in model.layers[index].steps
@@ -225,9 +210,10 @@ def _norm(source: WeightSource, spec: NormSpec, layer: int | None = None) -> Nor
         ones = torch.ones(spec.size, dtype=source.dtype, device=source.device)
         return LayerNorm(ones, None, spec.epsilon)
     path = path_in(spec.path, layer)
-    weight = source.get(f"{path}.weight")
-    if spec.offset:  # whose sum the model's dtype would round
-        weight = source.mapped(f"{path}.weight").float().to(source.device) + spec.offset
+    name = f"{path}.{spec.name}"
+    weight = source.get(name)
+    if spec.offset or spec.factor != 1.0:  # which the model's dtype would round
+        weight = source.mapped(name).float().to(source.device) * spec.factor + spec.offset
     if spec.kind == "rms":
         return RmsNorm(weight, spec.epsilon)
     weight = weight.to(source.dtype)
@@ -257,7 +243,9 @@ def _load_branch(source: WeightSource, spec: Branch, index: int) -> BranchWeight
                 _chooser(source, spec.router, index),
                 source.experts(spec.gate_up, index),
                 source.experts(spec.down, index),
-                _correction(source, spec, index),
+                _numbers(source, spec.correction and spec.correction[0], index),
+                None if spec.router_norm is None else _norm(source, spec.router_norm, index),
+                _numbers(source, spec.scales, index),
             )
         case _:
             return load_states(source, spec, index)
@@ -274,11 +262,11 @@ def _xielu(source: WeightSource, spec: MlpSpec, index: int) -> torch.Tensor | No
     return torch.cat(numbers).to(source.device)
 
 
-def _correction(source: WeightSource, spec: MoeSpec, index: int) -> torch.Tensor | None:
-    if spec.correction is None:
+def _numbers(source: WeightSource, path: str | None, index: int) -> torch.Tensor | None:
+    """The numbers of a layer's experts, float32 `[experts]`. path: "" or None = there are none."""
+    if not path:
         return None
-    numbers = source.mapped(layer_path(index, spec.correction[0]))
-    return numbers.float().flatten().to(source.device)
+    return source.mapped(layer_path(index, path)).float().flatten().to(source.device)
 
 
 def _chooser(source: WeightSource, spec: LinearSpec, index: int) -> DenseLinear:

@@ -336,8 +336,16 @@ def experts(early: bool) -> None:
 
 
 def assign(logits: torch.Tensor, tile_rows: int, early: bool) -> tuple[ExpertTiles, torch.Tensor]:
-    rule = {"of_chosen": True, "rounded": True, "programmatic_launch": early}
-    return assign_experts(logits, 2, tile_rows, **rule)
+    scales = torch.zeros(logits.shape[1]) if early else None
+    return assign_experts(
+        logits,
+        2,
+        tile_rows,
+        of_chosen=True,
+        rounded=True,
+        scales=scales,
+        programmatic_launch=early,
+    )
 
 
 def step() -> None:

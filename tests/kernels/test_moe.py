@@ -1,5 +1,7 @@
 """Experts' kernels against the obvious loops: choice, tiles, products, LoRA, weighted sum."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional
@@ -56,6 +58,14 @@ def test_weights_are_rounded_as_the_logits(device: torch.device) -> None:
     assert torch.equal(weights, weights.half().float())
     _, wide = choose_experts(logits, 3, of_chosen=True, rounded=False, programmatic_launch=False)
     assert not torch.equal(wide, weights)
+
+
+def test_weights_are_scaled_by_expert(device: torch.device) -> None:
+    logits, scales = torch.randn(5, 8).to(device), torch.rand(8).to(device) + 0.5
+    rule: dict[str, Any] = {"of_chosen": True, "rounded": False, "programmatic_launch": False}
+    chosen, weights = choose_experts(logits, 3, **rule)
+    _, scaled = choose_experts(logits, 3, **rule, scales=scales)
+    torch.testing.assert_close(scaled, weights * scales[chosen.long()])
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -194,7 +204,8 @@ def test_a_few_tokens_are_assigned_as_many(
 ) -> None:
     logits = torch.randn(tokens, experts).to(device)
     logits[:, 1] += 2  # one has many rows
-    rule = {"of_chosen": True, "rounded": False, "programmatic_launch": False}
+    rule: dict[str, Any] = {"of_chosen": True, "rounded": False, "programmatic_launch": False}
+    rule["scales"] = torch.rand(experts).to(device)
     tiles, weights = assign_experts(logits, top_k, tile_rows, **rule)
     chosen, expected = choose_experts(logits, top_k, **rule)
     separate = expert_tiles(chosen, experts, tile_rows, programmatic_launch=False)

@@ -78,7 +78,7 @@ def _blocks(known: KnownModel) -> str:
         "norms behind branches": all(step.pre is None for step in model.steps),
         "parallel branches": any(len(step.branches) > 1 and _attends(step) for step in model.steps),
         "attention and Mamba-2 side by side": any(step.reads_last for step in model.steps),
-        "a norm for each branch": any(step.beside is not None for step in model.steps),
+        "a norm for each branch": any(step.own for step in model.steps if _attends(step)),
         "norms of q and k": any(
             of.q_norm is not None and not of.norms_rotated for of in attentions
         ),

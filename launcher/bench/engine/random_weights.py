@@ -119,7 +119,7 @@ class _RandomWeights:
                 tuple(self._branch(index, branch) for branch in step.branches),
                 self._optional(step.pre),
                 self._optional(step.post),
-                self._optional(step.beside),
+                tuple((self._optional(each.pre), self._optional(each.post)) for each in step.own),
             )
             for step in spec.steps
         )
@@ -169,7 +169,9 @@ class _RandomWeights:
                 router = self._chooser(spec.router)
                 experts = (self._experts(spec.gate_up, index), self._experts(spec.down, index))
                 numbers = self._ones(spec.experts).float() if spec.correction else None
-                return MoeWeights(spec, router, *experts, numbers)
+                norm = self._optional(spec.router_norm)
+                scales = self._ones(spec.experts).float() if spec.scales else None
+                return MoeWeights(spec, router, *experts, numbers, norm, scales)
 
     def _chooser(self, spec: LinearSpec) -> DenseLinear:
         bias = self._bias(spec.out_features) if spec.bias else None

@@ -20,6 +20,7 @@ def assign_experts(
     *,
     of_chosen: bool,
     rounded: bool,
+    scales: torch.Tensor | None = None,
     programmatic_launch: bool,
 ) -> tuple[ExpertTiles, torch.Tensor]:
     """Choose each token's experts, and sort the rows into tiles. logits: `[tokens, experts]`, at
@@ -28,7 +29,7 @@ def assign_experts(
     waits for the device.
     """
     tokens, experts = logits.shape
-    rule = {"of_chosen": of_chosen, "rounded": rounded}
+    rule: dict[str, Any] = {"of_chosen": of_chosen, "rounded": rounded, "scales": scales}
     block_t, block_k = triton.next_power_of_2(tokens), triton.next_power_of_2(top_k)
     if block_t * block_k > _MOST_COMPARED:
         chosen, weights = choose_experts(
@@ -47,6 +48,7 @@ def assign_experts(
         order,
         tiles,
         weights,
+        logits if scales is None else scales,
         tokens,
         most,
         EXPERTS=experts,
@@ -58,6 +60,7 @@ def assign_experts(
         BLOCK_TILES=triton.next_power_of_2(most),
         OF_CHOSEN=of_chosen,
         ROUNDED=rounded,
+        SCALED=scales is not None,
         PDL=programmatic_launch,
         num_warps=min(8, max(1, block_t * block_k // 16)),
         launch_pdl=programmatic_launch,
@@ -71,6 +74,7 @@ def choose_experts(
     *,
     of_chosen: bool,
     rounded: bool,
+    scales: torch.Tensor | None = None,
     programmatic_launch: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the `top_k` experts of each token. logits: `[tokens, experts]`, contiguous -> experts
@@ -78,7 +82,8 @@ def choose_experts(
     number; and their weights, float32.
 
     A weight is the softmax's of all logits; of_chosen: of those of the chosen alone. rounded: to
-    the logits' dtype. Logits that are not finite choose any experts. One kernel.
+    the logits' dtype. scales: float32 `[experts]`, which multiply weights at last; None = nothing
+    does. Logits that are not finite choose any experts. One kernel.
     """
     tokens, experts = logits.shape
     chosen = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
@@ -88,12 +93,14 @@ def choose_experts(
             logits,
             chosen,
             weights,
+            logits if scales is None else scales,
             EXPERTS=experts,
             TOP_K=top_k,
             BLOCK_E=triton.next_power_of_2(experts),
             BLOCK_K=triton.next_power_of_2(top_k),
             OF_CHOSEN=of_chosen,
             ROUNDED=rounded,
+            SCALED=scales is not None,
             PDL=programmatic_launch,
             num_warps=1,
             launch_pdl=programmatic_launch,
@@ -106,20 +113,23 @@ def _choose_kernel(
     logits_ptr: tl.tensor,
     chosen_ptr: tl.tensor,
     weights_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
     EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
     OF_CHOSEN: tl.constexpr,
     ROUNDED: tl.constexpr,
+    SCALED: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """A program takes a token."""
     follow(PDL)
     token = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     chosen, weights = _chosen(
-        logits_ptr, token, EXPERTS, TOP_K, BLOCK_E, BLOCK_K, OF_CHOSEN, ROUNDED
-    )
+        logits_ptr, scales_ptr, token,
+        EXPERTS, TOP_K, BLOCK_E, BLOCK_K, OF_CHOSEN, ROUNDED, SCALED,
+    )  # fmt: skip
     k = tl.arange(0, BLOCK_K)[None, :]
     at = token[:, None] * TOP_K + k
     tl.store(chosen_ptr + at, chosen, mask=k < TOP_K)
@@ -133,6 +143,7 @@ def _assign_kernel(
     order_ptr: tl.tensor,
     tiles_ptr: tl.tensor,
     weights_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
     tokens: tl.tensor,
     most_tiles: tl.tensor,
     EXPERTS: tl.constexpr,
@@ -144,6 +155,7 @@ def _assign_kernel(
     BLOCK_TILES: tl.constexpr,
     OF_CHOSEN: tl.constexpr,
     ROUNDED: tl.constexpr,
+    SCALED: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """One program takes all tokens. A row's place is the number of rows before it."""
@@ -151,8 +163,9 @@ def _assign_kernel(
     token, k = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)[None, :]
     there = tl.minimum(token, tokens - 1)
     chosen, weights = _chosen(
-        logits_ptr, there, EXPERTS, TOP_K, BLOCK_E, BLOCK_K, OF_CHOSEN, ROUNDED
-    )
+        logits_ptr, scales_ptr, there,
+        EXPERTS, TOP_K, BLOCK_E, BLOCK_K, OF_CHOSEN, ROUNDED, SCALED,
+    )  # fmt: skip
     row = token[:, None] * TOP_K + k
     live = (token < tokens)[:, None] & (k < TOP_K)
     tl.store(chosen_ptr + row, chosen, mask=live)
@@ -182,6 +195,7 @@ def _assign_kernel(
 @triton.jit
 def _chosen(
     logits_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
     token: tl.tensor,
     EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -189,6 +203,7 @@ def _chosen(
     BLOCK_K: tl.constexpr,
     OF_CHOSEN: tl.constexpr,
     ROUNDED: tl.constexpr,
+    SCALED: tl.constexpr,
 ) -> tuple[Any, Any]:
     """token: `[T]` -> experts int32 and weights float32, `[T, BLOCK_K]`. No expert is chosen twice,
     and none that is not there."""
@@ -214,4 +229,6 @@ def _chosen(
     weights = weights / total[:, None]
     if ROUNDED:
         weights = weights.to(logits_ptr.dtype.element_ty).to(tl.float32)
+    if SCALED:
+        weights *= tl.load(scales_ptr + chosen, mask=k < TOP_K, other=0.0)
     return chosen, weights

@@ -8,6 +8,7 @@ from torch.nn import functional
 from loraplex.server.kernels.linear.matrix import PackedMatrix
 from loraplex.server.model.linear.dense import DenseLinear
 from loraplex.server.model.linear.linear import Linear
+from loraplex.server.model.linear.norm import Norm
 from loraplex.server.model.linear.quantised import QuantisedLinear
 from loraplex.server.model.spec.moe_spec import MoeSpec
 
@@ -49,7 +50,7 @@ class ExpertsLinear:
 @dataclass(frozen=True, slots=True)
 class MoeWeights:
     """Weights of a layer of experts, as `spec` says. router: its product are the
-    experts' logits. correction: float32 `[experts]`.
+    experts' logits. correction, scales: float32 `[experts]`. router_norm: see `MoeSpec`.
     """
 
     spec: MoeSpec
@@ -57,6 +58,8 @@ class MoeWeights:
     gate_up: ExpertsLinear
     down: ExpertsLinear
     correction: torch.Tensor | None = None
+    router_norm: Norm | None = None
+    scales: torch.Tensor | None = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:

@@ -44,6 +44,7 @@ class Experts:
             shape.tile_rows,
             of_chosen=spec.rule != "softmax_top_k",
             rounded=not spec.wide_weights,
+            scales=weights.scales,
             programmatic_launch=self._early,
         )
         cut, activation = (tiles, shape), spec.activation

@@ -16,11 +16,15 @@ from loraplex.server.model.spec.moe_spec import (
 
 
 def run_experts(
-    x: torch.Tensor, weights: MoeWeights, lora: LoraBatch | None, sites: BranchSites
+    x: torch.Tensor,
+    routed_by: torch.Tensor,
+    weights: MoeWeights,
+    lora: LoraBatch | None,
+    sites: BranchSites,
 ) -> torch.Tensor:
     """Route tokens to experts and compute these, with LoRA, as `Ops.moe` says."""
     of_router, of_gate_up, of_down = sites
-    chosen, shares = routed(x, weights, lora, of_router)
+    chosen, shares = routed(routed_by, weights, lora, of_router)
     results = x.new_empty(*chosen.shape, weights.down.out_features)
     for expert in chosen.unique().tolist():
         rows, places = (chosen == expert).nonzero(as_tuple=True)
@@ -41,8 +45,8 @@ def _activated(gate_up: torch.Tensor, activation: ExpertActivation) -> torch.Ten
     if activation == "relu2":
         return activated(gate_up, "relu2")
     gate, up = gate_up.chunk(2, dim=-1)
-    if activation == "silu":
-        return functional.silu(gate) * up
+    if activation != "clamped_swiglu":
+        return activated(gate, activation) * up
     gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
     return (up + 1) * (gate * torch.sigmoid(gate * SWIGLU_ALPHA))
 
@@ -74,6 +78,8 @@ def routed(
         shares = shares / (summed + spec.norm_added)
     if spec.factor != 1.0:
         shares = shares * spec.factor
+    if weights.scales is not None:
+        shares = shares * weights.scales[chosen]
     return chosen, shares if spec.wide_weights else shares.to(x.dtype)
 
 

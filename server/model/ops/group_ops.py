@@ -68,14 +68,6 @@ class ShardedOps(Ops[P, L, Y], Protocol[P, L, Y]):
         """Mix tokens as `Ops.mix_states` does. over_devices: sums what devices norm together."""
         ...
 
-    def complete(self, y: Y) -> torch.Tensor:
-        """The product with its LoRA, `[tokens, out]`; of experts their sum."""
-        ...
-
-    def completed(self, y: torch.Tensor) -> Y:
-        """Wrap a finished tensor for the operation that takes the product."""
-        ...
-
 
 class GroupOps(Generic[P, L, Y]):
     """Implements `Ops` by those of one device's part, and what all devices compute together."""
@@ -87,6 +79,7 @@ class GroupOps(Generic[P, L, Y]):
         self.gated, self.activated, self.moe = ops.gated, ops.activated, ops.moe
         self.let_through = ops.let_through
         self.plus, self.scaled = ops.plus, ops.scaled
+        self.complete, self.completed = ops.complete, ops.completed
         self.norm, self.add_norm, self.norm_own = ops.norm, ops.add_norm, ops.norm_own
 
     def embed(

@@ -259,11 +259,27 @@ class Ops(Protocol[P, L, Y]):
         """The sum of what two branches give, `[tokens, hidden]` each."""
         ...
 
-    def moe(self, x: torch.Tensor, weights: MoeWeights, lora: L | None, sites: BranchSites) -> Y:
+    def complete(self, y: Y) -> torch.Tensor:
+        """The product with its LoRA, `[tokens, out]`; of experts their sum."""
+        ...
+
+    def completed(self, y: torch.Tensor) -> Y:
+        """Wrap a finished tensor for the operation that takes the product."""
+        ...
+
+    def moe(
+        self,
+        x: torch.Tensor,
+        routed_by: torch.Tensor,
+        weights: MoeWeights,
+        lora: L | None,
+        sites: BranchSites,
+    ) -> Y:
         """The output of a layer's experts for normed rows, as `weights.spec` says.
 
-        `[tokens, hidden]` -> `[tokens, hidden]`. A token's experts are summed in the order of their
-        weights, so that the sum depends on nothing else of the batch. The adapters' deltas are
-        those of each expert at the sites of gate_up and of down.
+        `[tokens, hidden]` -> `[tokens, hidden]`. routed_by: what the router reads, as large as x. A
+        token's experts are summed in the order of their weights, so that the sum depends on nothing
+        else of the batch. The adapters' deltas are those of each expert at the sites of gate_up and
+        of down.
         """
         ...

@@ -508,8 +508,13 @@ class CudaOps:
         return Ready(self.complete(a) + self.complete(b))
 
     def moe(
-        self, x: torch.Tensor, weights: MoeWeights, lora: DeviceLora | None, sites: BranchSites
+        self,
+        x: torch.Tensor,
+        routed_by: torch.Tensor,
+        weights: MoeWeights,
+        lora: DeviceLora | None,
+        sites: BranchSites,
     ) -> LinearOutput:
         lora = lora if lora is not None and lora.expert_sites else None
-        logits = self.complete(self.linear(x, weights.router, lora, sites[0]))
+        logits = self.complete(self.linear(routed_by, weights.router, lora, sites[0]))
         return self._experts.run(x, logits, weights, lora, sites[1:])

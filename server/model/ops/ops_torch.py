@@ -456,9 +456,14 @@ class TorchOps:
         return a + b
 
     def moe(
-        self, x: torch.Tensor, weights: MoeWeights, lora: LoraBatch | None, sites: BranchSites
+        self,
+        x: torch.Tensor,
+        routed_by: torch.Tensor,
+        weights: MoeWeights,
+        lora: LoraBatch | None,
+        sites: BranchSites,
     ) -> torch.Tensor:
-        return run_experts(x, weights, lora, sites)
+        return run_experts(x, routed_by, weights, lora, sites)
 
 
 def _attend_chunk(

@@ -59,7 +59,7 @@ def _norms(model: ModelSpec) -> Iterator[BaseNorm]:
     place = 0
     for index, layer in enumerate(model.layers):
         for step in layer.steps:
-            others = [step.post, step.beside]
+            others: list[NormSpec | None] = [*step.other_norms]
             for branch in step.branches:
                 if isinstance(branch, AttentionSpec):
                     others += branch.q_norm, branch.k_norm

@@ -7,7 +7,7 @@ memory, and the products to time at start. A family (`loraplex.server.model.fami
 
 from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -16,12 +16,12 @@ from loraplex.adapters.classes import SCORE, ClassForm
 from loraplex.server.model.quantisation.quantisation import Quantisation
 from loraplex.server.model.spec.linear_spec import LinearSpec, Matrix, Tensors
 from loraplex.server.model.spec.moe_spec import FeedForwardSpec, MoeSpec
+from loraplex.server.model.spec.norm_spec import NormSpec as NormSpec
 from loraplex.server.model.spec.state_spec import StateForm, StateSpec
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu"]
 # Activations that an operation behind the product of gate and up computes with LoRA of it.
 FUSED_ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
-NormKind = Literal["rms", "layer"]
 RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"]
 
 
@@ -59,27 +59,6 @@ class PositionScale(msgspec.Struct, frozen=True):
 
     beta: float
     context: int
-
-
-class NormSpec(msgspec.Struct, frozen=True):
-    """A norm over `size` features. path: its module. offset: added to the stored weight at load, as
-    Gemma stores the weight less one. kind: by the root of the mean square, or LayerNorm, which
-    takes the mean away before. bias: of a LayerNorm. has_weight: False = of a LayerNorm without."""
-
-    path: str
-    size: int
-    epsilon: float
-    offset: float = 0.0
-    kind: NormKind = "rms"
-    bias: bool = False
-    has_weight: bool = True
-
-    def tensors(self) -> Tensors:
-        """Names and shapes of what the checkpoint holds."""
-        if self.has_weight:
-            yield f"{self.path}.weight", (self.size,)
-        if self.bias:
-            yield f"{self.path}.bias", (self.size,)
 
 
 # The tensor of a layer's sinks.
@@ -187,10 +166,19 @@ Mixer = AttentionSpec | StateSpec
 Branch = Mixer | FeedForward
 
 
+class BranchNorms(NamedTuple):
+    """Norms of one branch. pre: of the stream, which the branch reads in place of what the step
+    reads. post: of what the branch gives, before the step's sum. None = none."""
+
+    pre: NormSpec | None = None
+    post: NormSpec | None = None
+
+
 class StepSpec(msgspec.Struct, frozen=True):
     """A part of a layer that ends with a residual sum: `x + factor * post(sum of branches)`. Every
     branch reads `pre(x)`. pre, post: None = read, or summed, as it is. At most one branch mixes
-    tokens. beside: the norm of what the others read beside it, in place of `pre`; None = the same.
+    tokens. own: norms of each branch, in their order; () = none has some. Where a branch has a norm
+    behind it, all have one, and none mixes tokens.
     scalar: a stored number that the sum is multiplied with; "" = none.
     reads_last: its branches read what those of the step before read, and `pre` is None.
     """
@@ -199,9 +187,15 @@ class StepSpec(msgspec.Struct, frozen=True):
     pre: NormSpec | None
     post: NormSpec | None = None
     factor: float = 1.0
-    beside: NormSpec | None = None
+    own: tuple[BranchNorms, ...] = ()
     scalar: str = ""
     reads_last: bool = False
+
+    @property
+    def other_norms(self) -> tuple[NormSpec, ...]:
+        """The norms but `pre`: that of the sum, and those of branches."""
+        norms = (self.post, *chain.from_iterable(self.own))
+        return tuple(norm for norm in norms if norm is not None)
 
 
 class LayerSpec(msgspec.Struct, frozen=True):
@@ -242,7 +236,7 @@ class LayerSpec(msgspec.Struct, frozen=True):
     def tensors(self) -> Tensors:
         """Names, relative to the layer, and shapes of what the checkpoint holds."""
         for step in self.steps:
-            for part in (*step.branches, step.pre, step.post, step.beside):
+            for part in (*step.branches, step.pre, *step.other_norms):
                 if part is not None:
                     yield from part.tensors()
             if step.scalar:

@@ -5,9 +5,10 @@ from typing import Literal
 import msgspec
 
 from loraplex.server.model.spec.linear_spec import LinearSpec, Tensors
+from loraplex.server.model.spec.norm_spec import NormSpec
 
 # Experts of `relu2` have no gate.
-ExpertActivation = Literal["silu", "clamped_swiglu", "relu2"]
+ExpertActivation = Literal["silu", "gelu_tanh", "clamped_swiglu", "relu2"]
 # How a router chooses experts and weighs them: the softmax of all logits, of which the `top_k`
 # largest are taken, as they are or divided by their sum; or the softmax of the largest logits; or
 # the sigmoid of each logit, as with the softmax of all; or one expert after the other, by the
@@ -67,6 +68,8 @@ class MoeSpec(FeedForwardSpec, frozen=True):
     these a token may choose from, by the sum of each one's two best scores. norm_floor: the least
     sum that weights are divided by. norm_added: to that sum. factor: of the weights. margin: of
     `sparse_mixer`, how far a logit may lie below the largest, as a part of its own size.
+    router_norm: of the stream, which the router then reads in place of what experts read. scales:
+    path of numbers, one an expert, which its weight is multiplied with; "" = none.
     """
 
     top_k: int
@@ -81,6 +84,8 @@ class MoeSpec(FeedForwardSpec, frozen=True):
     norm_added: float = 0.0
     factor: float = 1.0
     margin: float = 0.0
+    router_norm: NormSpec | None = None
+    scales: str = ""
 
     @property
     def is_plain(self) -> bool:
@@ -103,3 +108,7 @@ class MoeSpec(FeedForwardSpec, frozen=True):
         yield from FeedForwardSpec.tensors(self)
         if self.correction is not None:
             yield self.correction
+        if self.router_norm is not None:
+            yield from self.router_norm.tensors()
+        if self.scales:
+            yield self.scales, (self.experts,)

@@ -24,6 +24,8 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.15,
 }
 
+_NOT_MATRICES = ("norm", "ln_", "bias", "router.scale", "per_expert_scale")
+
 
 def make_model(name: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """name: of a row of VARIANTS."""
@@ -39,7 +41,7 @@ def random_model(
     model: PreTrainedModel = model_class(config_class(**settings))
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            if any(part in parameter_name for part in ("norm", "ln_", "bias")):
+            if any(part in parameter_name for part in _NOT_MATRICES):
                 parameter.add_(torch.randn_like(parameter) * 0.3)
         for buffer_name, buffer in model.named_buffers():
             if "correction_bias" in buffer_name or "layer_scalar" in buffer_name:

@@ -1,11 +1,11 @@
-"""Gemma 4: windowed layers, and wide ones whose keys may be values. Pure."""
+"""Gemma 4: windowed layers, wide ones whose keys may be values, experts beside MLPs. Pure."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from msgspec.structs import replace
 
-from loraplex.server.model.families import family
+from loraplex.server.model.families import experts, family
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.families.readers import gemma
 from loraplex.server.model.families.rope import (
@@ -17,10 +17,14 @@ from loraplex.server.model.families.rope import (
 from loraplex.server.model.spec.linear_spec import LinearSpec
 from loraplex.server.model.spec.model_spec import (
     AttentionSpec,
+    BranchNorms,
     LayerSpec,
+    MlpSpec,
     ModelSpec,
+    NormSpec,
     RopeSpec,
 )
+from loraplex.server.model.spec.moe_spec import MoeSpec
 
 _PATTERN = 6
 _SCALAR = "layer_scalar"
@@ -29,9 +33,16 @@ _ROPES: dict[str, dict[str, Any]] = {
     family.WINDOWED: {"rope_type": "default", "rope_theta": 1e4},
     family.FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
 }
+_EXPERTS = experts.ExpertNames(
+    router="router.proj",
+    of="experts.{}",
+    gate="gate_proj",
+    up="up_proj",
+    down="down_proj",
+    stacked="experts",
+)
 # Parts that are not served, and what `config.json` has where a model has none of them.
 _OTHER_PARTS = {
-    "enable_moe_block": (False, "experts beside an MLP"),
     "num_kv_shared_layers": (0, "keys and values of another layer"),
     "hidden_size_per_layer_input": (0, "embeddings of each layer"),
 }
@@ -69,7 +80,10 @@ def _read(fields: Fields, generation: Mapping[str, Any], window: int) -> ModelSp
     narrow = [_attention(fields, sizes, narrow_rope, each) for each in windows]
     wide = _wide(_attention(fields, full, wide_rope, None), fields, full != sizes)
     attentions = [of if has else wide for of, has in zip(narrow, windowed, strict=True)]
-    layers = [_scaled(layer) for layer in gemma.layers_of(fields, sizes, attentions, offset=0.0)]
+    layers = gemma.layers_of(fields, sizes, attentions, offset=0.0)
+    if config.get("enable_moe_block", False):
+        layers = _with_experts(fields, sizes, layers)
+    layers = [_scaled(layer) for layer in layers]
     cap = gemma.read_softcap(fields, "final_logit_softcapping", None)
     return gemma.model_of(fields, generation, sizes, layers, sizes.positions, cap, offset=0.0)
 
@@ -130,6 +144,50 @@ def _wide(of: AttentionSpec, fields: Fields, is_other: bool) -> AttentionSpec:
 
 def _as_wide(linear: LinearSpec) -> LinearSpec:
     return replace(linear, role="wide_qkv" if linear.role == "qkv" else "wide_o")
+
+
+def _with_experts(
+    fields: Fields, sizes: family.ModelSizes, layers: list[LayerSpec]
+) -> list[LayerSpec]:
+    """Return layers with experts beside each MLP. Both read the stream through a norm of their own,
+    the router through a third one, and a norm lies behind each of both."""
+    moe, hidden = _read_experts(fields, sizes), sizes.hidden
+    behind_mlp, before, behind = (
+        NormSpec(f"{name}_feedforward_layernorm_{number}", hidden, sizes.epsilon)
+        for name, number in (("post", 1), ("pre", 2), ("post", 2))
+    )
+    own = BranchNorms(post=behind_mlp), BranchNorms(before, behind)
+    found = []
+    for layer in layers:
+        *others, feed = layer.steps
+        (mlp,) = feed.branches
+        activation = mlp.activation if isinstance(mlp, MlpSpec) else "relu"
+        if activation not in ("silu", "gelu_tanh"):
+            fields.refuse("hidden_activation must be silu or gelu_tanh with experts")
+            return layers
+        beside = replace(moe, activation=activation)
+        found.append(LayerSpec((*others, replace(feed, branches=(mlp, beside), own=own))))
+    return found
+
+
+def _read_experts(fields: Fields, sizes: family.ModelSizes) -> MoeSpec:
+    count, top_k, size = (
+        fields.positive(key) for key in ("num_experts", "top_k_experts", "moe_intermediate_size")
+    )
+    if top_k > count:
+        fields.refuse(f"top_k_experts is {top_k}, but there are {count} experts")
+    moe = experts.moe(sizes.hidden, size, (count, top_k), _EXPERTS, "softmax_top_k_normed")
+    gate_up, down = (experts.stacked(linear) for linear in (moe.gate_up, moe.down))
+    root = sizes.hidden**-0.5
+    norm = NormSpec("router", sizes.hidden, sizes.epsilon, factor=root, name="scale")
+    return replace(
+        moe,
+        gate_up=gate_up,
+        down=down,
+        wide_weights=True,
+        router_norm=norm,
+        scales="router.per_expert_scale",
+    )
 
 
 def _scaled(layer: LayerSpec) -> LayerSpec:

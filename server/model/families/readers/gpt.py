@@ -12,6 +12,7 @@ from loraplex.server.model.families.readers import renamed
 from loraplex.server.model.families.rope import RopeRules, read_rope
 from loraplex.server.model.spec.model_spec import (
     AttentionSpec,
+    BranchNorms,
     LayerSpec,
     MlpSpec,
     ModelSpec,
@@ -228,5 +229,5 @@ def layer_of(
 ) -> LayerSpec:
     """A layer of one step, or of two. second: the norm that the MLP reads, where it has its own."""
     if parallel:
-        return LayerSpec((StepSpec((of, mlp), first, beside=second),))
+        return LayerSpec((StepSpec((of, mlp), first, own=(BranchNorms(), BranchNorms(second))),))
     return LayerSpec((StepSpec((of,), first), StepSpec((mlp,), second)))

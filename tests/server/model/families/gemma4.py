@@ -1,5 +1,6 @@
 """Rows of parity's table for Gemma 4."""
 
+from functools import partial
 from typing import Any
 
 from transformers import (
@@ -12,7 +13,7 @@ from transformers import (
 
 from tests.server.model.families import text_parts
 from tests.server.model.families.text_parts import OF_IMAGES
-from tests.server.model.families.variant import Variant, of
+from tests.server.model.families.variant import Variant, of, on_experts
 
 WINDOWED, FULL = "sliding_attention", "full_attention"
 # No size is another one's.
@@ -54,6 +55,19 @@ GEMMA4: dict[str, Variant] = {
         Gemma4UnifiedForCausalLM,
         {**_SIZES, "use_bidirectional_attention": "vision"},
         is_adapted=False,
+    ),
+    "gemma4-moe": Variant(
+        Gemma4TextConfig,
+        Gemma4ForCausalLM,
+        {
+            **_SIZES,
+            "experts_implementation": "eager",
+            "enable_moe_block": True,
+            "num_experts": 7,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 24,
+        },
+        others=partial(on_experts, "", "router.proj"),
     ),
     "gemma4-images": Variant(
         text_parts.gemma4, Gemma4ForConditionalGeneration, _SIZES, excluded=OF_IMAGES

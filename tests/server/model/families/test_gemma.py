@@ -39,6 +39,14 @@ GEMMA3: dict[str, Any] = {
     "num_attention_heads": 4,
     "max_position_embeddings": 1024,
 }
+EXPERTS: dict[str, Any] = {
+    "model_type": "gemma4_text",
+    "hidden_size_per_layer_input": 0,
+    "enable_moe_block": True,
+    "num_experts": 8,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 32,
+}
 LINEAR = {"rope_type": "linear", "factor": 8.0}
 
 
@@ -86,6 +94,10 @@ def test_gemma3_has_defaults() -> None:
         ({"model_type": "gemma", "hidden_activation": "relu"}, "hidden_activation must be gelu"),
         ({"model_type": "gemma", "hidden_act": "mish"}, "hidden_act must be one of"),
         ({"model_type": "gemma2", "query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+        ({**EXPERTS, "num_experts": None}, "num_experts must be"),
+        ({**EXPERTS, "top_k_experts": 9}, "top_k_experts is 9, but there are 8 experts"),
+        ({**EXPERTS, "moe_intermediate_size": 0}, "moe_intermediate_size must be"),
+        ({**EXPERTS, "hidden_activation": "relu"}, "silu or gelu_tanh with experts"),
     ],
 )
 def test_refused_by_name(config: dict[str, Any], words: str) -> None:

@@ -39,6 +39,7 @@ SERVED: dict[tuple[str, str], dict[str, Any]] = {
     ("gemma3", "fa3"): {"head_dim": 16, "layer_types": BOTH},
     ("gemma3-capped", "fa2"): {"head_dim": 16, "layer_types": BOTH},
     ("gemma4", "fa3"): {"head_dim": 16, "global_head_dim": 32, "layer_types": BOTH},
+    ("gemma4-moe", "fa3"): {"head_dim": 16, "global_head_dim": 32, "layer_types": BOTH},
     ("glm4", "fa3"): {"head_dim": 16},
     ("gpt-oss", "fa3"): {"head_dim": 16, "layer_types": BOTH},
     ("falcon-new", "fa2"): {**EVEN, "ffn_hidden_size": 48},
@@ -83,11 +84,13 @@ SERVED: dict[tuple[str, str], dict[str, Any]] = {
     ("smollm3", "fa2"): {"no_rope_layer_interval": 2},
 }
 # Between them these have windows, sinks, norms behind, over each head and over all, rotations of a
-# part, normed values, wide layers, learned positions, experts. `graphs/test_gpu_path_prompts.py`
+# part, normed values, wide layers, learned positions, experts, an MLP
+# beside them. `graphs/test_gpu_path_prompts.py`
 # has caps, and `tests/kernels` rotations of neighbours, other scales and layers without rotation.
 ALWAYS = {
     ("gemma3", "fa3"),
     ("gemma4", "fa3"),
+    ("gemma4-moe", "fa3"),
     ("gpt-oss", "fa3"),
     ("gpt2", "fa2"),
     ("olmo2", "fa2"),

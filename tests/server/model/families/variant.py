@@ -30,8 +30,8 @@ def on_experts(
     block: str = "mlp", router: str = "gate", up: str = "gate_up_proj"
 ) -> Mapping[str, LoraConfig]:
     """PEFT wants the same tensors in all adapters of a model, and no name that a module has."""
-    tensors = [f"{block}.experts.{up}", f"{block}.experts.down_proj"]
-    tensors.append(f"{block}.{router}.weight")
+    names = (f"experts.{up}", "experts.down_proj", f"{router}.weight")
+    tensors = [f"{block}.{name}" if block else name for name in names]
     return {
         "sparse": LoraConfig(r=3, lora_alpha=5, target_modules=[], target_parameters=tensors),
         "sparse_and_attention": LoraConfig(

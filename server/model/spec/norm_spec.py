@@ -1,0 +1,33 @@
+"""A norm over features. Pure."""
+
+from typing import Literal
+
+import msgspec
+
+from loraplex.server.model.spec.linear_spec import Tensors
+
+NormKind = Literal["rms", "layer"]
+
+
+class NormSpec(msgspec.Struct, frozen=True):
+    """A norm over `size` features. path: its module. offset: added to the stored weight at load, as
+    Gemma stores the weight less one. kind: by the root of the mean square, or LayerNorm, which
+    takes the mean away before. bias: of a LayerNorm. has_weight: False = of a LayerNorm without.
+    factor: of the stored weight. name: of its tensor in the module."""
+
+    path: str
+    size: int
+    epsilon: float
+    offset: float = 0.0
+    kind: NormKind = "rms"
+    bias: bool = False
+    has_weight: bool = True
+    factor: float = 1.0
+    name: str = "weight"
+
+    def tensors(self) -> Tensors:
+        """Names and shapes of what the checkpoint holds."""
+        if self.has_weight:
+            yield f"{self.path}.{self.name}", (self.size,)
+        if self.bias:
+            yield f"{self.path}.bias", (self.size,)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from loraplex.server.kernels.attention.decode_attention import DecodeScratch, decode_attention
-from loraplex.server.kernels.attention.pages import CachePages
+from loraplex.server.kernels.attention.pages import CachePages, widen_pages
 from loraplex.server.kernels.attention.prompt_attention import (
     cut_prompts,
     prompt_attention,
@@ -91,3 +91,19 @@ def test_prompts_are_written(turn: str) -> None:
     assert torch.equal(found, wanted)
     for numbers, values, scale in zip(kept, plain, (K_SCALE, V_SCALE), strict=True):
         assert_rounded(numbers.float(), values / scale)
+
+
+@pytest.mark.parametrize("shape", [(16, 2, 64), (16, 5, 96)])
+def test_pages_are_widened(device: torch.device, shape: tuple[int, int, int]) -> None:
+    """Listed ones alone, in the list's order."""
+    pool = torch.randn(7, 2, *shape).to(device, FP8)
+    pages = CachePages(pool[:, 0], pool[:, 1], K_SCALE, V_SCALE)
+    listed = torch.tensor([5, 0, 3], dtype=torch.int32, device=device)
+    out = torch.full((2, 4, *shape), -1.0, device=device)
+    widen_pages(pages, listed, out)
+    for found, stored, scale in zip(out, (pages.k, pages.v), (K_SCALE, V_SCALE), strict=True):
+        wanted = stored.float()[listed.long()] * scale
+        torch.testing.assert_close(found[:3], wanted, rtol=1e-6, atol=0)
+    assert (out[:, 3] == -1).all()
+    with pytest.raises(ValueError, match="room"):
+        widen_pages(pages, listed, out[:, :2])

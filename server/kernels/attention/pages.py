@@ -10,6 +10,7 @@ import triton.language as tl
 from loraplex.server.kernels.attention.scores import ScoreRule
 
 _FP8_MOST = tl.constexpr(448.0)
+_WIDENED_BLOCK = 4096
 
 
 class CachePages(NamedTuple):
@@ -38,6 +39,56 @@ class CachePages(NamedTuple):
     def scored(self, rule: ScoreRule) -> ScoreRule:
         """The rule for keys as they are stored."""
         return rule if self.k_scale == 1.0 else replace(rule, scale=rule.scale * self.k_scale)
+
+
+def widen_pages(cache: CachePages, page_list: torch.Tensor, out: torch.Tensor) -> None:
+    """Copy keys and values of some pages, times their scales, one page after the other. page_list:
+    int32 `[n]`. out: `[2, at least n, page_size, kv_heads, head_dim]`, contiguous: keys, then
+    values. One kernel. Raises ValueError where out is for other pages.
+    """
+    if out.shape[2:] != cache.k.shape[1:] or out.shape[1] < len(page_list):
+        raise ValueError(f"{list(out.shape)} has no room for {len(page_list)} pages of the cache")
+    size = cache.k[0].numel()
+    if len(page_list):
+        _widen_kernel[(len(page_list), triton.cdiv(size, _WIDENED_BLOCK))](
+            cache.k,
+            cache.v,
+            cache.k_scale,
+            cache.v_scale,
+            cache.stride,
+            page_list,
+            out,
+            out.stride(0),
+            SIZE=size,
+            BLOCK=_WIDENED_BLOCK,
+        )
+
+
+@triton.jit(
+    do_not_specialize=["k_scale", "v_scale", "stride_out"],
+    do_not_specialize_on_alignment=["page_list_ptr"],
+)
+def _widen_kernel(
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    k_scale: tl.tensor,
+    v_scale: tl.tensor,
+    stride: tl.tensor,
+    page_list_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    stride_out: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """A program takes a part of a page."""
+    place = tl.program_id(0).to(tl.int64)
+    page = tl.load(page_list_ptr + place).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    k = tl.load(k_ptr + page * stride + at, mask=at < SIZE, other=0.0).to(tl.float32) * k_scale
+    v = tl.load(v_ptr + page * stride + at, mask=at < SIZE, other=0.0).to(tl.float32) * v_scale
+    to = out_ptr + place * SIZE + at
+    tl.store(to, k.to(out_ptr.dtype.element_ty), mask=at < SIZE)
+    tl.store(to + stride_out, v.to(out_ptr.dtype.element_ty), mask=at < SIZE)
 
 
 @triton.jit

@@ -19,6 +19,8 @@ from loraplex.server.model.spec.state_spec import DeltaNetSpec, Mamba2Spec, Shor
 
 # CUDA's context, modules and handles, captured graphs, attention workspaces.
 _FIXED_WORKSPACE = 2 << 30
+# Keys and values of a layer, widened from FP8 for a library's attention of prompts.
+WIDENED_BYTES = 512 << 20
 # Rows whose logits are scored, penalised or drawn from in torch at once, and copies of them in
 # float32 that the costliest sampling holds: they bound the memory of logits, whatever rows want.
 LOGITS_ROWS = 64
@@ -116,7 +118,8 @@ def workspace_bytes(model: ModelSpec, engine: EngineConfig) -> int:
     tables = engine.max_running * row + LOGITS_ROWS * context * 4
     tables += _rotation_bytes(model, context) + records
     passing = 2 * activations + logits + masks + pieces + _written_out(model) * item
-    return _FIXED_WORKSPACE + passing + tables
+    widened = WIDENED_BYTES if engine.kv_dtype == "fp8" else 0
+    return _FIXED_WORKSPACE + widened + passing + tables
 
 
 def _written_out(model: ModelSpec) -> int:

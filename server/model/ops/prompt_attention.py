@@ -3,7 +3,7 @@
 FlashInfer has one compiled module for each combination of windows and soft caps, of which some take
 minutes to compile where the user starts the server, and none for sinks and most head sizes. So one
 of its modules is used, for layers that see their whole context, and the project's own kernel for
-all others. `docs/internals/prompt-attention.md` says more.
+all others. The module reads FP8 from a copy. `docs/internals/prompt-attention.md` says more.
 """
 
 from collections import defaultdict
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from loraplex.server.kernels.attention.decode_inputs import gather_pages
+from loraplex.server.kernels.attention.pages import widen_pages
 from loraplex.server.kernels.attention.prompt_attention import (
     TILE_COLUMNS,
     cut_prompts,
@@ -22,14 +23,14 @@ from loraplex.server.kernels.attention.prompt_attention import (
     tile_shape,
 )
 from loraplex.server.model.ops.cache_pages import cache_pages
-from loraplex.server.model.ops.memory import split_prompts_bytes
+from loraplex.server.model.ops.memory import WIDENED_BYTES, split_prompts_bytes
 from loraplex.server.model.ops.ops import KVCache, StepLayout
 from loraplex.server.model.ops.score_rules import score_rule
 from loraplex.server.model.ops.sizes import MAX_PROMPTS, PromptRoom
 from loraplex.server.model.ops.transfers import to_device
 from loraplex.server.model.spec.model_spec import AttentionSpec, ModelSpec
 
-PromptKernel = Literal["FlashInfer", "Triton"]
+PromptKernel = Literal["FlashInfer", "FlashInfer, FP8 widened", "Triton"]
 _FLASHINFER_HEADS = (64, 128, 256)
 
 
@@ -86,6 +87,35 @@ class TiledPrompts:
         prompt_attention(q, cache_pages(self._cache, layer), *context, out)
 
 
+class WidenedPages:
+    """Keys and values of prompts, widened from FP8 to the queries' dtype. A layer's take the place
+    of the layer's before.
+    """
+
+    def __init__(self, cache: KVCache, layer: int) -> None:
+        """Allocate room for pages of layers of this one's form."""
+        self._cache = cache
+        of_page = cache.of(layer)[0].shape[1:]
+        room = WIDENED_BYTES // (2 * of_page.numel() * cache.dtype.itemsize)
+        self.room = min(len(cache.pool), room)
+        shape = (2, self.room, *of_page)
+        self._wide = torch.empty(shape, dtype=cache.dtype, device=cache.pool.device)
+        self._pages = torch.arange(0, dtype=torch.int32)
+        self._places = torch.arange(self.room, dtype=torch.int32, device=cache.pool.device)
+
+    def place(self, pages: torch.Tensor) -> torch.Tensor:
+        """Say where copies of these pages will lie. pages: int32 `[n]`, at most `room` of them ->
+        int32 `[n]`.
+        """
+        self._pages = pages
+        return self._places[: len(pages)]
+
+    def of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Widen the layer's pages: k and v, as `KVCache.of`, of the places."""
+        widen_pages(cache_pages(self._cache, layer), self._pages, self._wide)
+        return self._wide[0], self._wide[1]
+
+
 class FlashInferPrompts:
     """Attention of prompts by FlashInfer, in layers of one form that share pages. Owns its
     workspace. One step at a time is planned; several may be in flight.
@@ -97,10 +127,13 @@ class FlashInferPrompts:
         cache: KVCache,
         backend: str,
         captured: PromptRoom | None,
+        widened: WidenedPages | None = None,
     ) -> None:
         """Allocate what FlashInfer needs. layers: by number, of one page group. captured: a graph
-        launches it, and its first plan is of the most tokens.
+        launches it, and its first plan is of the most tokens. widened: read in place of pages in
+        FP8.
         """
+        self._widened = widened
         self._scales = {number: attention.scale for number, attention in layers.items()}
         first, attention = next(iter(layers.items()))
         self._group, self._cache = cache.groups.group(first), cache
@@ -141,7 +174,7 @@ class FlashInferPrompts:
             seq_rows, starts, num_new = (
                 np.pad(a, (0, missing)) for a in (seq_rows, starts, num_new)
             )
-        size, dtype = self._cache.page_size, self._cache.pool.dtype
+        size, dtype = self._cache.page_size, self._cache.dtype
         contexts = starts + num_new
         counts = -(-contexts // size)
         indptr = _pinned_indptr(counts)
@@ -151,6 +184,8 @@ class FlashInferPrompts:
         rows = to_device(seq_rows, self._device)
         table = layout.page_table[self._group]
         gather_pages(rows, indptr.to(self._device, non_blocking=True), table, pages)
+        if self._widened is not None:
+            pages = self._widened.place(pages)
         self._plans += 1
         # Its upload goes by way of pinned memory that no plan in flight uses.
         wrapper = self._wrapper
@@ -177,7 +212,8 @@ class FlashInferPrompts:
         """
         if sinks is not None:
             raise ValueError("FlashInfer's module has no sinks")
-        self._wrapper.run(q, self._cache.of(layer), out=out, q_scale=self._scales[layer])
+        pages = (self._widened or self._cache).of(layer)
+        self._wrapper.run(q, pages, out=out, q_scale=self._scales[layer])
 
 
 def _pinned_indptr(counts: np.ndarray) -> torch.Tensor:
@@ -186,44 +222,79 @@ def _pinned_indptr(counts: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(indptr).pin_memory()
 
 
-def prompt_kernel(attention: AttentionSpec, *, fp8_cache: bool = False) -> PromptKernel:
-    """Name the kernel that computes a layer's attention of prompts. FlashInfer's module reads no
-    FP8.
+class WidenedPrompts:
+    """Attention of prompts over keys and values in FP8, in layers of one form that share pages.
+    FlashInfer computes steps whose pages have room when widened, the project's kernel all others.
     """
-    if fp8_cache:
-        return "Triton"
+
+    def __init__(self, layers: dict[int, AttentionSpec], cache: KVCache, backend: str) -> None:
+        """Prepare both ways. layers: by number, of one page group."""
+        self._page_size = cache.page_size
+        self._widened = WidenedPages(cache, next(iter(layers)))
+        self._flashinfer = FlashInferPrompts(layers, cache, backend, None, self._widened)
+        self._tiled = TiledPrompts(layers, cache, None)
+        self._planned: FlashInferPrompts | TiledPrompts = self._tiled
+
+    def plan(self, layout: StepLayout) -> None:
+        """Prepare the attention of a step, as `PromptAttention.plan` does."""
+        _, starts, num_new = layout.prompts
+        pages = int((-(-(starts + num_new) // self._page_size)).sum())
+        self._planned = self._flashinfer if pages <= self._widened.room else self._tiled
+        self._planned.plan(layout)
+
+    def run(
+        self, layer: int, q: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None
+    ) -> None:
+        """Compute one layer's attention, as `PromptAttention.run` does."""
+        self._planned.run(layer, q, out, sinks)
+
+
+def prompt_kernel(
+    attention: AttentionSpec, *, fp8_cache: bool = False, captured: bool = False
+) -> PromptKernel:
+    """Name the kernel that computes a layer's attention of prompts. FlashInfer's module reads no
+    FP8, and a graph's contexts may be too long to widen.
+    """
     is_plain = attention.window is None and attention.softcap is None and not attention.sinks
-    if is_plain and attention.head_dim in _FLASHINFER_HEADS:
+    if not is_plain or attention.head_dim not in _FLASHINFER_HEADS:
+        return "Triton"
+    if not fp8_cache:
         return "FlashInfer"
-    return "Triton"
+    return "Triton" if captured else "FlashInfer, FP8 widened"
 
 
-def prompt_kernels(model: ModelSpec, *, fp8_cache: bool = False) -> tuple[PromptKernel, ...]:
+def prompt_kernels(
+    model: ModelSpec, *, fp8_cache: bool = False, captured: bool = False
+) -> tuple[PromptKernel, ...]:
     """The kernel of each layer that attends."""
     of_each = model.attentions.values()
-    return tuple(prompt_kernel(attention, fp8_cache=fp8_cache) for attention in of_each)
+    return tuple(prompt_kernel(of, fp8_cache=fp8_cache, captured=captured) for of in of_each)
 
 
 def prompts_in_graphs(model: ModelSpec, backend: str, *, fp8_cache: bool = False) -> bool:
     """Say whether graphs can launch the attention of prompts. backend: FlashInfer's, of which
     graphs can launch "fa3" alone: for what the other launches depends on the plan.
     """
-    return backend == "fa3" or "FlashInfer" not in prompt_kernels(model, fp8_cache=fp8_cache)
+    kernels = prompt_kernels(model, fp8_cache=fp8_cache, captured=True)
+    return backend == "fa3" or "FlashInfer" not in kernels
 
 
 def _planned_together(
-    model: ModelSpec, cache: KVCache
+    model: ModelSpec, cache: KVCache, *, captured: bool
 ) -> list[tuple[PromptKernel, dict[int, AttentionSpec]]]:
     """Layers by number that one plan serves, and their kernel: for FlashInfer layers that have the
     same pages, too."""
     found = defaultdict[tuple[PromptKernel, int, int], dict[int, AttentionSpec]](dict)
-    kernels = prompt_kernels(model, fp8_cache=cache.is_fp8)
+    kernels = prompt_kernels(model, fp8_cache=cache.is_fp8, captured=captured)
     for (number, of), kernel in zip(model.attentions.items(), kernels, strict=True):
-        if kernel == "FlashInfer":
-            found[kernel, cache.groups.group(number), of.num_heads][number] = of
-        else:
+        if kernel == "Triton":
             found[kernel, of.num_heads // of.num_kv_heads, of.head_dim][number] = of
+        else:
+            found[kernel, cache.groups.group(number), of.num_heads][number] = of
     return [(kernel, layers) for (kernel, *_), layers in found.items()]
+
+
+_Plan = FlashInferPrompts | WidenedPrompts | TiledPrompts
 
 
 class PromptAttention:
@@ -238,14 +309,16 @@ class PromptAttention:
         launches it, the first plan is of the most tokens, all are of one page table, and of at
         most MAX_PROMPTS.
         """
-        self._plans: list[FlashInferPrompts | TiledPrompts] = []
-        self._of_layer: dict[int, FlashInferPrompts | TiledPrompts] = {}
-        for kernel, layers in _planned_together(model, cache):
-            plan: FlashInferPrompts | TiledPrompts
+        self._plans: list[_Plan] = []
+        self._of_layer: dict[int, _Plan] = {}
+        for kernel, layers in _planned_together(model, cache, captured=captured is not None):
+            plan: _Plan
             if kernel == "FlashInfer":
                 plan = FlashInferPrompts(layers, cache, backend, captured)
-            else:
+            elif kernel == "Triton":
                 plan = TiledPrompts(layers, cache, captured)
+            else:
+                plan = WidenedPrompts(layers, cache, backend)
             self._plans.append(plan)
             self._of_layer.update(dict.fromkeys(layers, plan))
 

@@ -76,9 +76,19 @@ def layout_of(slices: Sequence[tuple[int, int, int]], page_table: torch.Tensor) 
     return StepLayout(0, seq_rows, starts, num_new, nothing, nothing, page_table, nothing)
 
 
-@pytest.mark.parametrize(("head_dim", "captured"), sparse([64, 96, 128, 256], [False, True]))
-def test_layers_of_every_kind(device: torch.device, head_dim: int, captured: bool) -> None:
-    """Captured: for a step of more tokens than this one."""
+@pytest.mark.parametrize(
+    ("head_dim", "captured", "fp8"),
+    sparse([64, 96, 128, 256], [False, True], [None, "with room", "without room"]),
+)
+def test_layers_of_every_kind(
+    device: torch.device,
+    head_dim: int,
+    captured: bool,
+    fp8: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Captured: for a step of more tokens than this one. FP8: the room is for widened pages."""
+    from loraplex.server.model.ops import prompt_attention
     from loraplex.server.model.ops.attention_cuda import prompt_backend
     from loraplex.server.model.ops.prompt_attention import PromptAttention, prompt_kernels
     from loraplex.server.model.ops.sizes import MAX_PROMPTS, PromptRoom
@@ -86,6 +96,9 @@ def test_layers_of_every_kind(device: torch.device, head_dim: int, captured: boo
     model, dtype = model_of(head_dim), torch.bfloat16 if device.type == "cuda" else torch.float32
     plain = "Triton" if head_dim == 96 else "FlashInfer"
     assert prompt_kernels(model) == (plain, plain, "Triton", "Triton", "FlashInfer")
+    assert set(prompt_kernels(model, fp8_cache=True, captured=True)) == {"Triton"}
+    if fp8 == "without room":
+        monkeypatch.setattr(prompt_attention, "WIDENED_BYTES", PAGE)
     capability = torch.cuda.get_device_capability(device)
     backend = prompt_backend(capability) if device.type == "cuda" else "fa3"
     if captured and backend != "fa3":
@@ -93,7 +106,9 @@ def test_layers_of_every_kind(device: torch.device, head_dim: int, captured: boo
     torch.manual_seed(head_dim)
     groups = PageGroups((None, 40, None), LAYERS, 3 * 2 * head_dim)
     pool = torch.randn(ROWS * PAGES_A_ROW, 2 * PAGE * groups.width).to(device, dtype)
-    cache = KVCache(pool, model, groups, PAGE, dtype, (KvScales(),) * model.num_layers)
+    scales = (KvScales(0.5, 2.0) if fp8 else KvScales(),) * model.num_layers
+    pool = pool.to(torch.float8_e4m3fn) if fp8 else pool
+    cache = KVCache(pool, model, groups, PAGE, dtype, scales)
     pages = torch.stack([torch.randperm(ROWS * PAGES_A_ROW) for _ in groups.windows])
     page_table = pages.view(-1, ROWS, PAGES_A_ROW).to(device)
     tokens, most = sum(n for _, _, n in SLICES), 250
@@ -116,7 +131,9 @@ def test_layers_of_every_kind(device: torch.device, head_dim: int, captured: boo
     tolerance = 5e-5 if dtype == torch.float32 else 2e-2
     for number, out in enumerate(outs):
         table = page_table[groups.group(number)]
-        wanted = expected(model, number, queries[number], cache.of(number), table)
+        stored = zip(cache.of(number), scales[number], strict=True)
+        k, v = (each.to(dtype) * scale for each, scale in stored)
+        wanted = expected(model, number, queries[number], (k, v), table)
         torch.testing.assert_close(out[:tokens].double(), wanted, atol=tolerance, rtol=tolerance)
 
 

@@ -25,7 +25,7 @@ from loraplex.server.kernels.attention.decode_attention import (
 )
 from loraplex.server.kernels.attention.decode_inputs import gather_inputs, gather_pages
 from loraplex.server.kernels.attention.decode_work import WorkLayout
-from loraplex.server.kernels.attention.pages import CachePages
+from loraplex.server.kernels.attention.pages import CachePages, widen_pages
 from loraplex.server.kernels.attention.prompt_attention import prompt_attention, tile_shape
 from loraplex.server.kernels.attention.rope_append import rope_append
 from loraplex.server.kernels.attention.rope_append_lora import rope_append_lora
@@ -59,6 +59,7 @@ from loraplex.server.kernels.moe.choose import assign_experts
 from loraplex.server.kernels.moe.expert_lora import ExpertLora, add_expert_lora
 from loraplex.server.kernels.moe.grouped import grouped_product, grouped_shape, tokens_of_each_shape
 from loraplex.server.kernels.moe.row_lora import add_row_lora, gated_row_lora
+from loraplex.server.kernels.moe.row_product import row_product
 from loraplex.server.kernels.moe.tiles import ExpertTiles
 from loraplex.server.kernels.pointwise.add_norm import add_experts_norm, add_norm, rms_norm
 from loraplex.server.kernels.pointwise.gated import Activation, GatedActivation, gated
@@ -295,6 +296,7 @@ def fp8_pages(early: bool) -> None:
     table, tiles = torch.zeros(4, 4, dtype=torch.int64), torch.zeros(4, 4, dtype=torch.int32)
     shape = tile_shape(2, 64, (9, 0))
     prompt_attention(q, pages, table, tiles, shape, PLAIN.rule, None, q.clone())
+    widen_pages(pages, tiles[0], torch.zeros(2, 4, 16, 2, 64, dtype=DTYPE))
 
 
 def prompts(capability: int) -> None:
@@ -328,6 +330,9 @@ def experts(early: bool) -> None:
             x, of_experts, bias, tiles, shape, ACTIVATION_OF_EXPERTS, programmatic_launch=early
         )
         add_expert_lora(x, y, tiles, both, programmatic_launch=early)
+    for activation in (None, ACTIVATION_OF_EXPERTS):
+        of = (x, of_experts, bias, tiles.experts)
+        row_product(*of, activation, programmatic_launch=early)
     gated_row_lora(x, y, tiles, both, ACTIVATION_OF_EXPERTS, programmatic_launch=early)
     one = ExpertLora(table, 0, (256,), slots)
     add_row_lora(x, y, tiles, one, programmatic_launch=early)

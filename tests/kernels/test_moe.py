@@ -16,6 +16,7 @@ from loraplex.server.kernels.moe.grouped import (
     tokens_of_each_shape,
 )
 from loraplex.server.kernels.moe.row_lora import add_row_lora, gated_row_lora
+from loraplex.server.kernels.moe.row_product import row_product, rows_are_few
 from loraplex.server.kernels.moe.tiles import ExpertTiles, expert_tiles
 from loraplex.server.kernels.pointwise.add_norm import add_experts_norm
 from tests.grids import sparse
@@ -182,6 +183,31 @@ def test_half_precision(experts: int, top_k: int, sizes: tuple[int, int], tokens
         rows = (chosen.flatten() == expert).nonzero()[:, 0]
         expected[rows] = functional.linear(x[rows // top_k], weight[expert], bias[expert])
     torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
+    if rows_are_few(tokens, top_k, experts):
+        found = row_product(x, weight, bias, tiles.experts, programmatic_launch=True)
+        torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
+
+
+# Infinity is meant.
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("tokens", "sizes", "activation"),
+    [(1, (2048, 12), None), (2, (1100, 24), "silu"), (3, (40, 10), "clamped_swiglu")],
+)
+@pytest.mark.parametrize("bias", [False, True])
+def test_few_rows_take_the_same_product(
+    device: torch.device, tokens: int, sizes: tuple[int, int], activation: str | None, bias: bool
+) -> None:
+    experts, top_k, (features, out) = 5, 2, sizes
+    chosen = chosen_of(tokens, top_k, experts, device)
+    weight = torch.randn(experts, out, features).to(device) * features**-0.5
+    biases = torch.randn(experts, out).to(device) if bias else None
+    tiles = tiles_of(chosen, experts, SMALL)
+    for x in (torch.randn(tokens, features), torch.randn(tokens * top_k, features)):
+        of = (x.to(device), weight, biases)
+        wanted = grouped_product(*of, tiles, SMALL, activation, programmatic_launch=False)  # type: ignore[arg-type]
+        found = row_product(*of, tiles.experts, activation, programmatic_launch=False)  # type: ignore[arg-type]
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_tiles_of_another_shape_are_refused() -> None:

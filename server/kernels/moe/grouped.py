@@ -51,10 +51,12 @@ def grouped_shape(tokens: int, top_k: int, experts: int) -> GroupedShape:
 
 
 def tokens_of_each_shape(top_k: int, experts: int) -> list[int]:
-    """Numbers of tokens that between them take every shape; the last may be more than a step's."""
+    """Numbers of tokens that between them take every shape, and one; the last may be more than a
+    step's.
+    """
     bounds = [most for most, _ in _SHAPES if most is not None]
     most = [max(1, int(bound * experts / top_k)) for bound in bounds]
-    return [*most, most[-1] + 1]
+    return sorted({1, *most, most[-1] + 1})
 
 
 def grouped_product(

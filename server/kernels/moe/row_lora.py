@@ -28,7 +28,7 @@ MOST_ROWS = 2048
 _RANKS = tl.constexpr(8)
 # Programs that share the ranks of A.
 _RANK_SPLITS = 4
-_BLOCK_N, _BLOCK_K = 256, 1024
+_BLOCK_N, _BLOCK_K = 256, 2048
 
 
 def add_row_lora(

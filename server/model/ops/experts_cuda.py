@@ -7,6 +7,7 @@ from loraplex.server.kernels.moe.choose import assign_experts
 from loraplex.server.kernels.moe.expert_lora import ExpertLora, add_expert_lora
 from loraplex.server.kernels.moe.grouped import GroupedShape, grouped_product, grouped_shape
 from loraplex.server.kernels.moe.row_lora import MOST_ROWS, add_row_lora, gated_row_lora
+from loraplex.server.kernels.moe.row_product import row_product, rows_are_few
 from loraplex.server.kernels.moe.tiles import ExpertTiles
 from loraplex.server.kernels.pointwise.gated import GatedActivation, gated
 from loraplex.server.model.linear.experts import ExpertsLinear, MoeWeights
@@ -67,9 +68,14 @@ class Experts:
         cut: tuple[ExpertTiles, GroupedShape],
         activation: GatedActivation | None = None,
     ) -> torch.Tensor:
-        return grouped_product(
-            x, linear.weight, linear.bias, *cut, activation, programmatic_launch=self._early
-        )
+        weight, early, tiles = linear.weight, self._early, cut[0]
+        if isinstance(weight, torch.Tensor) and rows_are_few(
+            len(tiles.order) // tiles.top_k, tiles.top_k, len(weight)
+        ):
+            return row_product(
+                x, weight, linear.bias, tiles.experts, activation, programmatic_launch=early
+            )
+        return grouped_product(x, weight, linear.bias, *cut, activation, programmatic_launch=early)
 
     def _gated_adapted(
         self,

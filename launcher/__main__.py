@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from typing import TypeVar
 
 from loraplex.adapters.common import extras
 from loraplex.adapters.common.logs import log_to_stderr, say_last
@@ -19,7 +20,7 @@ from loraplex.launcher.commands import keys as key_commands
 from loraplex.launcher.commands import lifecycle as lifecycle_commands
 from loraplex.launcher.convert import command as convert_command
 from loraplex.launcher.moved_line import Moved, move
-from loraplex.launcher.options import OptionError, Values, build
+from loraplex.launcher.options import OptionError, build, options_of
 from loraplex.router.config import RouterConfig
 from loraplex.server.config import WorkerConfig
 
@@ -67,6 +68,7 @@ With --redis it announces its address to routers itself (--advertise).
 
 VLLM_API_KEY = "VLLM_API_KEY"
 
+T = TypeVar("T")
 Command = Callable[[argparse.Namespace, Mapping[str, str]], None]
 
 
@@ -122,6 +124,7 @@ def _parser() -> Parser:
         "router", help="a router of a fleet", description=ROUTER, usage="loraplex router [OPTIONS]"
     )
     router.add_argument("--one-of-several", action="store_true", help=argparse.SUPPRESS)
+    router.add_argument("--started-as", metavar="NAME", help=argparse.SUPPRESS)
     add_options(router, config.ROUTER_OPTIONS)
     router.set_defaults(command=_router, extra="router")
     worker = commands.add_parser(
@@ -133,6 +136,7 @@ def _parser() -> Parser:
     worker.add_argument("model", metavar="MODEL", nargs="?", help="Hub id or folder")
     worker.add_argument("--listen-fd", type=int, help=argparse.SUPPRESS)
     worker.add_argument("--metrics-fd", type=int, help=argparse.SUPPRESS)
+    worker.add_argument("--started-as", metavar="NAME", help=argparse.SUPPRESS)
     add_options(worker, config.WORKER_OPTIONS)
     worker.set_defaults(command=_worker, extra="server")
     _add_adapter(commands)
@@ -257,26 +261,33 @@ def _batch(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
 
 
 def _router(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
-    values = config.resolve(config.ROUTER_OPTIONS, arguments, environ)
-    chosen = build(RouterConfig, values)
+    chosen = _config(RouterConfig, arguments, environ)
     if not chosen.workers and not chosen.redis:
         raise OptionError("no workers: name some with --worker, or find them by --redis")
     config.check_router(chosen)
     try:
         if chosen.router_processes > 1 and not arguments.one_of_several:
-            _routers(chosen, values, environ)
+            _routers(chosen, environ)
         else:
             _one_router(chosen)
     except OSError as error:
         fail(f"port {chosen.port} of {chosen.host} cannot be used: {error.strerror}", 1)
 
 
-def _routers(
-    chosen: RouterConfig, values: Mapping[str, Values], environ: Mapping[str, str]
-) -> None:
+def _config(kind: type[T], arguments: argparse.Namespace, environ: Mapping[str, str]) -> T:
+    """The config of a router or worker: by options, or on stdin for a child of `serve`, whose name
+    `ps` shows. Raises OptionError.
+    """
+    if arguments.started_as:
+        return config.config_of(kind, sys.stdin.buffer.read())
+    chosen: T = build(kind, config.resolve(options_of(kind), arguments, environ))
+    return chosen
+
+
+def _routers(chosen: RouterConfig, environ: Mapping[str, str]) -> None:
     from loraplex.launcher.routers import run
 
-    run(chosen, values, environ)
+    run(chosen, environ)
 
 
 def _one_router(chosen: RouterConfig) -> None:
@@ -292,8 +303,7 @@ def _worker(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     from loraplex.launcher.plan import with_demo_name
     from loraplex.server.worker.main import run
 
-    values = config.resolve(config.WORKER_OPTIONS, arguments, environ)
-    chosen = build(WorkerConfig, with_demo_name(values))
+    chosen = with_demo_name(_config(WorkerConfig, arguments, environ))
     log_to_stderr(written=chosen.log_format)
     config.check_worker(chosen)
     run(chosen, arguments.listen_fd, arguments.metrics_fd)

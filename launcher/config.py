@@ -5,6 +5,7 @@ from argparse import Namespace
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -25,6 +26,8 @@ from loraplex.router.config import RouterConfig, RouterConfigError
 from loraplex.server.config import WorkerConfig
 
 _MAX_SECRET_BYTES = 4096
+
+T = TypeVar("T")
 
 WORKER_OPTIONS = options_of(WorkerConfig)
 ROUTER_OPTIONS = options_of(RouterConfig)
@@ -241,10 +244,17 @@ def _one_line(secret: str, source: str) -> str:
     return secret
 
 
-def child_environment(
-    environ: Mapping[str, str], options: Iterable[Option], values: Mapping[str, Values]
-) -> dict[str, str]:
-    """A child's environment, with its secrets; its other options stand on its command line."""
+def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """A child's environment. Its options, secrets among them, come on its stdin."""
     kept = {name: value for name, value in environ.items() if not name.startswith(PREFIX)}
-    hidden = {o.variable: str(values[o.field]) for o in options if o.is_secret and values[o.field]}
-    return kept | hidden | {"PYTHONUNBUFFERED": "1"}
+    return kept | {"PYTHONUNBUFFERED": "1"}
+
+
+def document_of(config: Any) -> bytes:
+    """A config as the JSON document that `config_of` reads."""
+    return msgspec.json.encode(config, enc_hook=os.fspath)
+
+
+def config_of(kind: type[T], document: bytes) -> T:
+    """A config from its document. Raises ValueError."""
+    return msgspec.json.decode(document, type=kind, dec_hook=lambda to, text: to(text))

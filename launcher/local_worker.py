@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 
-from loraplex.launcher.config import WORKER_OPTIONS, child_environment
-from loraplex.launcher.options import MAX_PORT, OptionError, render, values_of
+from loraplex.launcher.config import child_environment, document_of
+from loraplex.launcher.options import MAX_PORT, OptionError
 from loraplex.launcher.plan import LOOPBACK, ServePlan
 from loraplex.launcher.processes import Child, ChildSupervisor, Say, say, start_child
 from loraplex.launcher.worker_groups import WorkerGroups
@@ -47,15 +47,13 @@ class LocalWorker:
         self.progress = StartProgress("preparing the model")
 
     def _start(self, on_line: Say) -> Child:
-        values = values_of(self.config)
-        options = [option for option in WORKER_OPTIONS if option.field not in ("model", "port")]
         fds = {"listen": self._listener.fileno()}
         if self._watched is not None:
             fds["metrics"] = self._watched.fileno()
         given = [f"--{name}-fd={fd}" for name, fd in fds.items()]
-        arguments = ["worker", self.config.model, *given, *render(options, values)]
-        environ = child_environment(self.environ, options, values)
-        return start_child(arguments, environ, on_line, tuple(fds.values()))
+        arguments = ["worker", f"--started-as={self.service.name}", *given]
+        environ, document = child_environment(self.environ), document_of(self.config)
+        return start_child(arguments, environ, on_line, tuple(fds.values()), document)
 
     async def until_ready(self, http: httpx.AsyncClient) -> None:
         await until_ready(http, f"http://{self.address}", self._heard)

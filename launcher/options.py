@@ -258,7 +258,7 @@ def _shown(text: str) -> str:
     return repr(text) if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]!r}…"
 
 
-# Values to configs and back
+# Values to configs
 
 
 def build(config: type[Any], values: Mapping[str, Values], within: str = "") -> Any:
@@ -275,31 +275,7 @@ def build(config: type[Any], values: Mapping[str, Values], within: str = "") -> 
     return config(**own)
 
 
-def values_of(config: Any, within: str = "") -> dict[str, Values]:
-    """Values by their options' fields: `build` makes the same config of them."""
-    values: dict[str, Values] = {}
-    for field in dataclasses.fields(config):
-        name, value = within + field.name, getattr(config, field.name)
-        values |= values_of(value, f"{name}_") if dataclasses.is_dataclass(value) else {name: value}
-    return values
-
-
 # Values to text
-
-
-def render(options: Iterable[Option], values: Mapping[str, Values]) -> list[str]:
-    """Flags that give these values where they differ from the defaults. Secrets are left out."""
-    flags: list[str] = []
-    for option in options:
-        value = values[option.field]
-        if option.is_secret or value == option.default:
-            continue
-        if option.kind == "bool":
-            flags.append(f"--{'' if value else 'no-'}{option.flag}")
-            continue
-        for item in value if isinstance(value, tuple) else (value,):
-            flags.append(f"--{option.flag}={show(option, item)}")
-    return flags
 
 
 def show(option: Option, value: Value) -> str:

@@ -53,8 +53,8 @@ def plan(values: Mapping[str, Values]) -> ServePlan:
     roots_value = tuple(dict.fromkeys(roots))
     asked = build(AskedGroups, values)
     tp = values["tp"] or 1
-    shared = with_demo_name({**values, "model": model, "adapter_roots": roots_value, "tp": tp})
-    worker: WorkerConfig = build(WorkerConfig, shared)
+    shared = {**values, "model": model, "adapter_roots": roots_value, "tp": tp}
+    worker = with_demo_name(build(WorkerConfig, shared))
     router_values = {**values, "workers": (), "adapters": tuple(aliases)}
     router: RouterConfig = build(RouterConfig, router_values)
     names = tuple(alias.partition("=")[0] for alias in aliases)
@@ -64,12 +64,12 @@ def plan(values: Mapping[str, Values]) -> ServePlan:
     return ServePlan(worker, router, asked, undivided(asked, "this machine"), names, example)
 
 
-def with_demo_name(values: Mapping[str, Values]) -> dict[str, Values]:
-    """A worker's values; the demo model is known by the name that its adapters give it."""
-    named = _texts(values["model_names"])
-    if is_demo_model(str(values["model"])):
-        named = tuple(dict.fromkeys((BASE_NAME, *named)))
-    return {**values, "model_names": tuple(named)}
+def with_demo_name(config: WorkerConfig) -> WorkerConfig:
+    """A worker's config; the demo model is known by the name that its adapters give it."""
+    if not is_demo_model(config.model):
+        return config
+    names = tuple(dict.fromkeys((BASE_NAME, *config.model_names)))
+    return dataclasses.replace(config, model_names=names)
 
 
 def is_demo_model(text: str) -> bool:

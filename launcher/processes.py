@@ -178,11 +178,12 @@ def start_child(
     environment: Mapping[str, str],
     on_line: Say,
     pass_fds: Sequence[int] = (),
+    document: bytes = b"",
 ) -> Child:
-    """Start `loraplex ARGUMENTS` as a child that dies with this process."""
+    """Start `loraplex ARGUMENTS` as a child that dies with this process. document: its stdin."""
     reading, writing = os.pipe()
     try:
-        process = tether.spawn("loraplex", arguments, environment, pass_fds, writing)
+        process = tether.spawn("loraplex", arguments, environment, pass_fds, writing, document)
     finally:
         os.close(writing)
     os.set_blocking(reading, False)

@@ -3,9 +3,10 @@
 import asyncio
 import socket
 from collections.abc import Mapping
+from dataclasses import replace
 
-from loraplex.launcher.config import ROUTER_OPTIONS, child_environment
-from loraplex.launcher.options import MAX_PORT, OptionError, Values, render
+from loraplex.launcher.config import child_environment, document_of
+from loraplex.launcher.options import MAX_PORT, OptionError
 from loraplex.launcher.processes import (
     Child,
     ChildSupervisor,
@@ -60,12 +61,10 @@ class Routers:
         self,
         config: RouterConfig,
         held: socket.socket,
-        values: Mapping[str, Values],
         environ: Mapping[str, str],
     ) -> None:
-        self._config = config
+        self._config = replace(config, port=held.getsockname()[1])
         self._held = held
-        self._values = {**values, "port": held.getsockname()[1]}
         self._environ = environ
         self._services = [self._service(number) for number in range(config.router_processes)]
 
@@ -83,10 +82,10 @@ class Routers:
 
     def _start(self, number: int, on_line: Say) -> Child:
         first = self._config.metrics_port
-        values = {**self._values, "metrics_port": first + number if first else 0}
-        environ = child_environment(self._environ, ROUTER_OPTIONS, values)
-        arguments = ["router", "--one-of-several", *render(ROUTER_OPTIONS, values)]
-        return start_child(arguments, environ, on_line)
+        own = replace(self._config, metrics_port=first + number if first else 0)
+        arguments = ["router", "--one-of-several", f"--started-as=router-{number}"]
+        environ, document = child_environment(self._environ), document_of(own)
+        return start_child(arguments, environ, on_line, document=document)
 
     async def run(self) -> bool:
         """Run until a signal. Returns False when stopped at once. Raises ChildFailed."""
@@ -107,20 +106,15 @@ class Routers:
         say(f"{count} router processes listen on {url_of(self._held, scheme)}")
 
 
-def run(config: RouterConfig, values: Mapping[str, Values], environ: Mapping[str, str]) -> None:
+def run(config: RouterConfig, environ: Mapping[str, str]) -> None:
     """Runs several router processes. Blocks until stopped. Raises OptionError, OSError,
     ChildFailed, KeyboardInterrupt.
     """
     write_lines_as(config.log_format)
     check(config)
-    if not asyncio.run(_run(config, reserve(config), values, environ)):
+    if not asyncio.run(_run(config, reserve(config), environ)):
         raise KeyboardInterrupt
 
 
-async def _run(
-    config: RouterConfig,
-    held: socket.socket,
-    values: Mapping[str, Values],
-    environ: Mapping[str, str],
-) -> bool:
-    return await Routers(config, held, values, environ).run()
+async def _run(config: RouterConfig, held: socket.socket, environ: Mapping[str, str]) -> bool:
+    return await Routers(config, held, environ).run()

@@ -15,7 +15,7 @@ import httpx
 
 from loraplex.adapters.common import extras
 from loraplex.adapters.common.loopback import is_loopback
-from loraplex.launcher.config import ROUTER_OPTIONS, check_router, check_worker, child_environment
+from loraplex.launcher.config import check_router, check_worker, child_environment, document_of
 from loraplex.launcher.local_worker import (
     POLL_INTERVAL_S,
     STOP_MARGIN_S,
@@ -24,7 +24,7 @@ from loraplex.launcher.local_worker import (
     watched_ports,
 )
 from loraplex.launcher.model_needs import ModelNeeds, choose_groups
-from loraplex.launcher.options import Values, render, values_of
+from loraplex.launcher.options import Values
 from loraplex.launcher.plan import LOOPBACK, ServePlan, plan
 from loraplex.launcher.processes import (
     Child,
@@ -91,9 +91,8 @@ class Serve:
         return f"{scheme}://{shown}:{self._router.port}"
 
     def _start_router(self, on_line: Say) -> Child:
-        values = values_of(self._router)
-        environ = child_environment(self._environ, ROUTER_OPTIONS, values)
-        return start_child(["router", *render(ROUTER_OPTIONS, values)], environ, on_line)
+        environ, document = child_environment(self._environ), document_of(self._router)
+        return start_child(["router", "--started-as=router"], environ, on_line, document=document)
 
     async def run(self, client: ServeClient | None = None) -> bool:
         """Run until a signal, or the client's end. Returns False when stopped at once. Raises

@@ -23,24 +23,29 @@ def spawn(
     environment: Mapping[str, str] | None = None,
     pass_fds: Sequence[int] = (),
     output: int | None = None,
+    document: bytes = b"",
 ) -> subprocess.Popen[bytes]:
     """Start `python -m module arguments`, tied to this process.
 
     It gets a session of its own: a terminal's Ctrl-C reaches only the parent. Call it on the main
     thread: the kernel ties the child to the thread that started it. environment: None = the
-    parent's. output: where stdout and stderr go; None = where the parent's go.
+    parent's. output: where stdout and stderr go; None = where the parent's go. document: its stdin.
     """
     root = Path(__file__).parents[3]
     tether = [sys.executable, "-P", __file__, str(os.getpid()), str(root)]
-    return subprocess.Popen(
-        [*tether, module, *arguments],
-        env=None if environment is None else dict(environment),
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.STDOUT if output is not None else None,
-        pass_fds=tuple(pass_fds),
-        start_new_session=True,
-    )
+    # Not a pipe, which a long document would fill before the child reads.
+    with os.fdopen(os.memfd_create("stdin"), "w+b") as given:
+        given.write(document)
+        given.seek(0)
+        return subprocess.Popen(
+            [*tether, module, *arguments],
+            env=None if environment is None else dict(environment),
+            stdin=given,
+            stdout=output,
+            stderr=subprocess.STDOUT if output is not None else None,
+            pass_fds=tuple(pass_fds),
+            start_new_session=True,
+        )
 
 
 def main(parent: int, root: str, module: str, arguments: Sequence[str]) -> None:

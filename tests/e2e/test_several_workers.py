@@ -53,9 +53,9 @@ def processes(serving: Serving) -> dict[str, psutil.Process]:
     """Of the workers, by their names."""
     found = {}
     for child in psutil.Process(serving.process.pid).children():
-        named = [word for word in child.cmdline() if word.startswith("--worker-id=")]
+        named = [word for word in child.cmdline() if word.startswith("--started-as=worker-")]
         if named:
-            found[named[0].removeprefix("--worker-id=")] = child
+            found[named[0].removeprefix("--started-as=")] = child
     return found
 
 

@@ -1,6 +1,5 @@
 """Options come from the config dataclasses; a bad value stops with its name."""
 
-import dataclasses
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,9 +18,7 @@ from loraplex.launcher.options import (
     build,
     options_of,
     parse,
-    render,
     unknown_variables,
-    values_of,
 )
 from loraplex.launcher.worker_groups import AskedGroups
 from loraplex.router.config import RouterConfig
@@ -212,10 +209,8 @@ samples = st.builds(
 
 
 @given(samples)
-def test_rendered_flags_are_read_back(sample: Sample) -> None:
-    values: dict[str, Values] = dataclasses.asdict(sample)
-    flags = [flag for flag in render(OPTIONS.values(), values) if not flag.startswith("--name")]
-    assert read("m", *flags) == sample
+def test_a_child_reads_its_config_as_it_is(sample: Sample) -> None:
+    assert config.config_of(Sample, config.document_of(sample)) == sample
 
 
 @pytest.mark.parametrize("kind", [WorkerConfig, RouterConfig])
@@ -225,14 +220,11 @@ def test_every_option_has_help_and_a_flag_of_its_own(kind: type[Any]) -> None:
     assert len({option.flag for option in options}) == len(options)
 
 
-def test_a_rendered_secret_is_nowhere_but_in_the_childs_environment() -> None:
-    values: dict[str, Values] = dataclasses.asdict(Sample("m", password="hush"))
-    assert not any("hush" in flag for flag in render(OPTIONS.values(), values))
-    parent = {"PATH": "/bin", "LORAPLEX_COUNT": "4"}
-    environ = config.child_environment(parent, OPTIONS.values(), values)
-    assert environ["LORAPLEX_PASSWORD"] == "hush"
-    assert environ["PATH"] == "/bin"
-    assert "LORAPLEX_COUNT" not in environ
+def test_a_childs_options_are_in_its_document_alone() -> None:
+    document = config.document_of(Sample("m", password="hush"))
+    assert config.config_of(Sample, document).password == "hush"
+    environ = config.child_environment({"PATH": "/bin", "LORAPLEX_COUNT": "4"})
+    assert environ == {"PATH": "/bin", "PYTHONUNBUFFERED": "1"}
 
 
 def test_serve_takes_both_halves_options_once() -> None:
@@ -270,17 +262,12 @@ def test_a_bad_number_of_workers_is_refused_by_name(text: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [WorkerConfig, RouterConfig])
-def test_options_of_a_part_are_set_and_written_back(kind: type[Any]) -> None:
+def test_options_of_a_part_are_set_and_reach_a_child(kind: type[Any]) -> None:
     values: dict[str, Values] = {o.field: o.default for o in options_of(kind)}
     changed = {**values, "model": "m", "grammar_source_bytes": 100}
     built = build(kind, changed)
     assert built.grammar.source_bytes == 100
-    written = values_of(built)
-    assert {name: written[name] for name in changed if name in written} == {
-        name: value for name, value in changed.items() if name in written
-    }
-    flags = render([o for o in options_of(kind) if o.field != "model"], written)
-    assert "--grammar-bytes=100" in flags
+    assert config.config_of(kind, config.document_of(built)) == built
 
 
 @pytest.mark.parametrize("flag", RETIRED)

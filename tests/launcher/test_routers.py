@@ -70,11 +70,11 @@ class Processes:
         return text in self.log.read_text()
 
     def child(self, number: int) -> psutil.Process:
-        """By the port that is its alone."""
+        """By its name, which `ps` shows."""
         (found,) = [
             child
             for child in psutil.Process(self.process.pid).children()
-            if f"--metrics-port={self.metrics_port + number}" in child.cmdline()
+            if f"--started-as=router-{number}" in child.cmdline()
         ]
         return found
 

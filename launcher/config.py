@@ -67,7 +67,7 @@ def batch_options() -> tuple[Option, ...]:
 
     It has no other callers, so more of a batch runs at once.
     """
-    reach = {"host", "port", "uds", "tls_cert", "tls_key", "reuse_port", "auth", "keys_file"}
+    reach = {"host", "port", "uds", "tls_cert", "tls_key", "auth", "keys_file"}
     options = (option for option in serve_options() if option.field not in reach)
     return tuple(replace(o, default=256) if o.field == "batch_rows" else o for o in options)
 

@@ -46,8 +46,6 @@ def check(config: RouterConfig) -> None:
 
 def reserve(config: RouterConfig) -> socket.socket:
     """Holds the port for as long as the processes come and go. Raises OSError."""
-    if config.reuse_port:
-        return share(config.host, config.port)
     # Whoever listens there already would get a part of the connections, and nobody an error.
     with listen(config.host, config.port) as probe:
         port: int = probe.getsockname()[1]

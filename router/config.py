@@ -44,13 +44,7 @@ class RouterConfig:
     adapters: tuple[str, ...] = field(
         default=(), metadata={"help": "NAME=REF, a public name for an adapter", "flag": "adapter"}
     )
-    check_adapters: Literal["start", "use"] = field(
-        default="start",
-        metadata={
-            "help": "when adapters of --adapter are first fetched and judged: in the background"
-            " once a worker is there, or when a request names them"
-        },
-    )
+    check_adapters: Literal["start", "use"] = field(default="start", metadata={"fixed": True})
     adapters_file: Path | None = field(
         default=None,
         metadata={"help": "YAML or JSON file of adapters, followed as it changes"},
@@ -91,9 +85,7 @@ class RouterConfig:
             "help": "seconds for which a resolved reference, and a caller's access, is trusted",
         },
     )
-    adapter_timeout_s: float = field(
-        default=120.0, metadata={"min": 0.1, "help": "longest wait for a cold adapter"}
-    )
+    adapter_timeout_s: float = field(default=120.0, metadata={"fixed": True})
     max_body_bytes: int = field(
         default=4 << 20, metadata={"min": 1, "help": "largest request body", "unit": "bytes"}
     )
@@ -244,9 +236,7 @@ class RouterConfig:
             "while load balancers learn of it",
         },
     )
-    max_connections: int = field(
-        default=8192, metadata={"min": 1, "help": "connections of clients at once"}
-    )
+    max_connections: int = field(default=8192, metadata={"fixed": True})
     max_connections_per_address: int = field(
         default=0, metadata={"min": 0, "help": "the same from one address (0 = no cap)"}
     )
@@ -261,10 +251,6 @@ class RouterConfig:
         default=None, metadata={"help": "PEM file with the certificate chain: serve HTTPS"}
     )
     tls_key: Path | None = field(default=None, metadata={"help": "PEM file with its private key"})
-    reuse_port: bool = field(
-        default=False,
-        metadata={"help": "share the port with other routers on this machine (SO_REUSEPORT)"},
-    )
     router_processes: int = field(
         default=1,
         metadata={
@@ -282,17 +268,8 @@ class RouterConfig:
         },
     )
     idempotency_ttl_s: float = field(default=3600.0, metadata={"fixed": True})
-    worker_silence_s: float = field(
-        default=1.0,
-        metadata={
-            "min": 0.6,
-            "help": "silence of a worker after which its streams go on at another, if there is one",
-        },
-    )
-    quarantine_s: float = field(
-        default=300.0,
-        metadata={"min": 0, "help": "seconds for which a request that killed workers is refused"},
-    )
+    worker_silence_s: float = field(default=1.0, metadata={"fixed": True})
+    quarantine_s: float = field(default=300.0, metadata={"fixed": True})
     otlp_endpoint: str = field(
         default="",
         metadata={"help": "where traces go (OTLP over HTTP), e.g. http://collector:4318"},

@@ -62,7 +62,7 @@ def _listener(config: RouterConfig, is_alone: bool) -> socket.socket:
         if config.uds is not None:
             return listen_unix(config.uds)
         if is_alone:
-            return listen(config.host, config.port, config.reuse_port)
+            return listen(config.host, config.port)
         return share(config.host, config.port)
     except OSError as error:
         where = config.uds or f"{config.host}:{config.port}"

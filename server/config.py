@@ -109,18 +109,8 @@ class WorkerConfig:
             " them partial"
         },
     )
-    max_adapter_bytes: int = field(
-        default=4 << 30,
-        metadata={"min": 1, "help": "largest adapter, in bytes as published", "unit": "bytes"},
-    )
-    max_table_bytes: int = field(
-        default=AdapterLimits().max_table_bytes,
-        metadata={
-            "help": "largest embed_tokens or lm_head that an adapter brings, in bytes as published"
-            " (0 = none may)",
-            "unit": "bytes",
-        },
-    )
+    max_adapter_bytes: int = field(default=4 << 30, metadata={"fixed": True})
+    max_table_bytes: int = field(default=AdapterLimits().max_table_bytes, metadata={"fixed": True})
     max_lora_rank: int = field(
         default=256, metadata={"min": 1, "max": 256, "help": "largest LoRA rank"}
     )
@@ -188,14 +178,7 @@ class WorkerConfig:
             " 64 GiB; 64 on a CPU; no more than have their states in an eighth of the memory)",
         },
     )
-    max_waiting: int | None = field(
-        default=None,
-        metadata={
-            "min": 0,
-            "help": "sequences accepted beyond those; the rest waits in routers, where turns are"
-            " kept (default: a quarter of --max-running, at least 16)",
-        },
-    )
+    max_waiting: int | None = field(default=None, metadata={"fixed": True})
     max_step_tokens: int | None = field(
         default=None,
         metadata={
@@ -214,14 +197,7 @@ class WorkerConfig:
             " 0 = no drafts (default: 8 on a CPU and in modes of few sequences, 0 otherwise)",
         },
     )
-    batch_step_share: float = field(
-        default=0.125,
-        metadata={
-            "min": 0.01,
-            "max": 1,
-            "help": "share of the device's time for prompts of batches while others are computed",
-        },
-    )
+    batch_step_share: float = field(default=0.125, metadata={"fixed": True})
     step_target_ms: float = field(
         default=60.0,
         metadata={
@@ -230,15 +206,7 @@ class WorkerConfig:
             " so many milliseconds, by the times of earlier steps, but at least 256",
         },
     )
-    prompt_share: float = field(
-        default=0.5,
-        metadata={
-            "min": 0.01,
-            "max": 1,
-            "help": "share of the device's time for prompts of one tenant while streams of others"
-            " run",
-        },
-    )
+    prompt_share: float = field(default=0.5, metadata={"fixed": True})
     page_size: int = field(default=16, metadata={"min": 1, "help": "tokens a KV page"})
     adapter_slots: int = field(
         default=256, metadata={"min": 1, "max": 1 << 16, "help": "adapters on the device at once"}

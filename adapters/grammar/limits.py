@@ -11,10 +11,7 @@ class GrammarLimits:
     compile_s: processor time of compiling it. memory_bytes: for compiling it.
     """
 
-    source_bytes: int = field(
-        default=256 << 10,
-        metadata={"flag": "bytes", "min": 1, "help": "longest grammar or schema", "unit": "bytes"},
-    )
+    source_bytes: int = field(default=256 << 10, metadata={"fixed": True})
     nesting: int = field(default=100, metadata={"fixed": True})
     compile_s: float = field(default=5.0, metadata={"fixed": True})
     memory_bytes: int = field(default=512 << 20, metadata={"fixed": True})

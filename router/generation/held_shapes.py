@@ -27,7 +27,7 @@ from loraplex.server.protocol import ThinkingBudget
 _MAX_KEPT = 4096
 # To compose a grammar without schemas takes so many times as long as to encode its form's text.
 _COST_OF_FORM = 8
-# Grammars that are kept as they were composed: texts of up to `--grammar-bytes`.
+# Grammars that are kept as they were composed: texts of up to 256 KiB.
 _MAX_COMPOSED = 256
 
 

@@ -32,18 +32,16 @@ def allow_connections(most: int) -> None:
         soft = allowed
     if soft < wanted:
         log.warning(
-            "this process may open %d files, --max-connections %d wants %d: raise the hard limit",
+            "this process may open %d files, %d connections want %d: raise the hard limit",
             soft,
             most,
             wanted,
         )
 
 
-def listen(host: str, port: int, reuse_port: bool = False) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """A socket that accepts from now on. Raises OSError."""
-    listener = socket.create_server(
-        (host, port), family=_family(host), backlog=_BACKLOG, reuse_port=reuse_port
-    )
+    listener = socket.create_server((host, port), family=_family(host), backlog=_BACKLOG)
     return _bounded(listener)
 
 

@@ -10,23 +10,10 @@ MOST_EXPIRY_S = 30 * 86400
 class FilesLimits:
     """Limits of `--files-dir`. A tenant of the keys file may have others."""
 
-    max_file_bytes: int = field(
-        default=200 << 20,
-        metadata={"min": 1, "help": "largest file that is uploaded", "unit": "bytes"},
-    )
-    tenant_bytes: int = field(
-        default=10 << 30,
-        metadata={"min": 1, "help": "a tenant's files together", "unit": "bytes"},
-    )
+    max_file_bytes: int = field(default=200 << 20, metadata={"fixed": True})
+    tenant_bytes: int = field(default=10 << 30, metadata={"fixed": True})
     tenant_count: int = field(default=1000, metadata={"fixed": True})
-    expire_s: int = field(
-        default=MOST_EXPIRY_S,
-        metadata={
-            "min": LEAST_EXPIRY_S,
-            "max": MOST_EXPIRY_S,
-            "help": "seconds for which a file is kept that says nothing else",
-        },
-    )
+    expire_s: int = field(default=MOST_EXPIRY_S, metadata={"fixed": True})
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +43,5 @@ class ResponsesLimits:
             " --files-dir (0 = they are not)",
         },
     )
-    tenant_bytes: int = field(
-        default=256 << 20,
-        metadata={
-            "min": 1,
-            "help": "a tenant's stored answers together, compressed; the oldest go first",
-            "unit": "bytes",
-        },
-    )
+    tenant_bytes: int = field(default=256 << 20, metadata={"fixed": True})
     tenant_count: int = field(default=1000, metadata={"fixed": True})

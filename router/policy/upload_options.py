@@ -15,9 +15,7 @@ class UploadOptions:
             " sent files (default: uploads in --cache-dir)"
         },
     )
-    max_bytes: int = field(
-        default=4 << 30, metadata={"min": 1, "help": "largest upload", "unit": "bytes"}
-    )
+    max_bytes: int = field(default=4 << 30, metadata={"fixed": True})
     disk: int = field(
         default=64 << 30,
         metadata={
@@ -26,10 +24,7 @@ class UploadOptions:
             "unit": "bytes",
         },
     )
-    tenant_bytes: int = field(
-        default=64 << 30,
-        metadata={"min": 1, "help": "a tenant's kept versions together", "unit": "bytes"},
-    )
+    tenant_bytes: int = field(default=64 << 30, metadata={"fixed": True})
     wait: int = field(
         default=0,
         metadata={

@@ -78,7 +78,7 @@ def test_as_many_files_may_be_open_as_connections_want(
     monkeypatch.setattr(resource, "setrlimit", lambda kind, given: limits.append(given))
     allow_connections(8000)
     assert limits == ([] if raised is None else [(raised, hard)])
-    words = "may open 4096 files, --max-connections 8000 wants 9024"
+    words = "may open 4096 files, 8000 connections want 9024"
     assert [words in message for message in caplog.messages] == [True] * told
 
 

@@ -37,7 +37,7 @@ CREDITS = 24
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     folder = tmp_path_factory.mktemp("worker")
-    with running(folder, "--max-running", "8", "--max-waiting", "16") as worker:
+    with running(folder, "--max-running", "8") as worker:
         yield worker
 
 

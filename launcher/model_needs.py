@@ -16,13 +16,13 @@ from loraplex.server.config import ConfigError, EngineConfig, WorkerConfig
 from loraplex.server.engine.memory.room import tokens_together
 from loraplex.server.model.devices.sharding import shard_counts, sharded
 from loraplex.server.model.ops.memory import (
+    WORKSPACE,
     DeviceMemory,
     executor_limits,
     fill_device,
+    memory_table,
     page_bytes,
-    snapshots_bytes,
     state_bytes,
-    states_bytes,
     weights_bytes,
 )
 from loraplex.server.model.spec.base_spec import base_spec
@@ -165,8 +165,8 @@ def _filled(
         total = device.memory_bytes
         return fill_device(model, engine, DeviceMemory(total, total, total - weights))
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    taken = weights + engine.kv_memory + engine.adapter_memory + engine.host_arena_bytes
-    taken += states_bytes(model, engine) + snapshots_bytes(model, engine)
+    lines = memory_table(model, engine, weights)
+    taken = engine.host_arena_bytes + sum(line.nbytes for line in lines if line.name != WORKSPACE)
     if taken > total:
         raise ConfigError(
             f"weights, keys, values, states and adapters take {taken / _GIB:.1f} GiB of"

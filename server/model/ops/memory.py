@@ -10,7 +10,7 @@ from loraplex.server.config import ConfigError, EngineConfig, KvDtype
 from loraplex.server.engine.executor import ExecutorLimits, MemoryLine
 from loraplex.server.engine.memory.room import pages_held, tokens_that_fit
 from loraplex.server.model.ops.sizes import MOST_PADDING
-from loraplex.server.model.quantisation.forms import packed_bytes
+from loraplex.server.model.quantisation.forms import multiplies_rounded, packed_bytes
 from loraplex.server.model.spec.linear_spec import MXFP4_BLOCK, MXFP4_TENSORS, LinearSpec
 from loraplex.server.model.spec.model_spec import AttentionSpec, LayerSpec, ModelSpec, layer_path
 from loraplex.server.model.spec.moe_spec import MoeSpec
@@ -29,7 +29,7 @@ _FA2_PROGRAMS, _FA2_QUERIES = 2, 128
 # Tokens of a chunk in which states are computed (`loraplex.server.kernels.states`).
 _CHUNK = 32
 _GIB = 1 << 30
-_WORKSPACE = "workspace"
+WORKSPACE = "workspace"
 MEMORY_ADVICE = (
     "Raise --gpu-memory-utilization, lower --adapter-memory, --kv-memory, --max-running,"
     " --max-step-tokens or --max-context, or take a smaller model or a larger GPU"
@@ -123,11 +123,20 @@ def workspace_bytes(model: ModelSpec, engine: EngineConfig) -> int:
 
 
 def _written_out(model: ModelSpec) -> int:
-    """Numbers of quantised matrices that products of many rows write out at once, in a graph and
-    outside."""
+    """Numbers of quantised matrices that are written out at once: in a graph by products of many
+    rows, unless they multiply eight bits, and outside, there for lengths of DoRA's rows, too."""
     if model.quantisation is None:
         return 0
-    return 2 * max(x.out_features * x.in_features for layer in model.layers for x in layer.linears)
+    outside = in_graphs = 0
+    for index, layer in enumerate(model.layers):
+        for linear in layer.linears:
+            path = layer_path(index, linear.parts[0].path)
+            form, numbers = model.quantisation.form(path), linear.out_features * linear.in_features
+            if form is not None:
+                outside = max(outside, numbers)
+            if form is not None and not multiplies_rounded(form):
+                in_graphs = max(in_graphs, numbers)
+    return outside + in_graphs
 
 
 def _mixer_width(layer: LayerSpec) -> int:
@@ -221,7 +230,7 @@ def memory_table(
         MemoryLine("states", states_bytes(model, engine)),
         MemoryLine("snapshots", snapshots_bytes(model, engine)),
         MemoryLine("inputs of drafts", draft_inputs_bytes(model, engine)),
-        MemoryLine(_WORKSPACE, workspace_bytes(model, engine)),
+        MemoryLine(WORKSPACE, workspace_bytes(model, engine)),
     )
     return tuple(line for line in lines if line.nbytes)
 
@@ -236,7 +245,7 @@ def fill_device(model: ModelSpec, engine: EngineConfig, memory: DeviceMemory) ->
     weights, others = memory.free_before - memory.free_now, memory.total - memory.free_before
     table = memory_table(model, engine, weights, others)
     if engine.kv_memory:  # whoever asks for that much may leave a step less than the estimate
-        asked = tuple(line for line in table if line.name != _WORKSPACE)
+        asked = tuple(line for line in table if line.name != WORKSPACE)
         if sum(line.nbytes for line in asked) > memory.total:
             raise ConfigError(_too_little(asked, f"{memory.total / _GIB:.1f} GiB"))
         return engine

@@ -233,6 +233,15 @@ def input_form(form: WeightForm | None) -> InputForm | None:
     return form.inputs if isinstance(form, EightBitForm) else None
 
 
+def multiplies_rounded(form: WeightForm) -> bool:
+    """Whether products with a matrix of this form multiply its numbers of eight bits as they are,
+    with rounded inputs."""
+    if not isinstance(form, EightBitForm) or form.inputs is None or form.asymmetric:
+        return False
+    group = 0 if form.scales in ("tensor", "channel") else form.block[1]
+    return (form.inputs.numbers, form.inputs.group) == (form.numbers, group)
+
+
 def _groups(in_features: int, group: int | None) -> int:
     """Number of groups in a row. group: inputs that share a scale, None = all."""
     return 1 if group is None else -(-in_features // group)

@@ -4,16 +4,20 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.launcher.bench.engine.offline import SHIPPED
+from loraplex.launcher.bench.engine.random_weights import random_packed
 from loraplex.launcher.known_models import served_families
 from loraplex.server.config import ConfigError, WorkerConfig
 from loraplex.server.engine.memory.room import tokens_that_fit
 from loraplex.server.model.checkpoint.checkpoint import read_config
 from loraplex.server.model.families.registry import read_model
 from loraplex.server.model.graphs.warm_up import warm_sizes
+from loraplex.server.model.linear.quantised import QuantisedLinear, matrix_of
+from loraplex.server.model.linear.rounded import RoundedLinear, of_rounded_inputs
 from loraplex.server.model.ops.memory import (
     LOGITS_ROWS,
     DeviceMemory,
@@ -26,6 +30,7 @@ from loraplex.server.model.ops.memory import (
     weights_bytes,
     workspace_bytes,
 )
+from loraplex.server.model.quantisation.forms import EightBitForm, InputForm, multiplies_rounded
 from loraplex.server.model.spec.model_spec import AttentionSpec, ModelSpec
 from loraplex.server.model.spec.served_as import served_as
 from loraplex.server.worker.process.sizing import choose_sizes
@@ -284,6 +289,34 @@ def of_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> AttentionSpec:
 
 
 def test_quantised_matrices_need_room_to_be_written_out() -> None:
-    quantised = served_as(MODEL, "fp8")
-    more = workspace_bytes(quantised, AUTO) - workspace_bytes(MODEL, AUTO)
-    assert more == 2 * 2 * 28_672 * 4096  # gate and up in bfloat16, in a graph and outside
+    """FP8 with rounded inputs is multiplied as it is; lengths of DoRA's rows want it written."""
+    gate_and_up = 2 * 28_672 * 4096  # in bfloat16
+    of_weights_alone = served_as(MODEL, "fp8", "bf16")
+    for quantised, times in ((served_as(MODEL, "nf4"), 2), (served_as(MODEL, "fp8"), 1)):
+        more = workspace_bytes(quantised, AUTO) - workspace_bytes(MODEL, AUTO)
+        assert more == times * gate_and_up
+    more = workspace_bytes(of_weights_alone, AUTO) - workspace_bytes(MODEL, AUTO)
+    assert more == 2 * gate_and_up
+
+
+@pytest.mark.parametrize(
+    ("form", "as_they_are"),
+    [
+        (EightBitForm("fp8", "channel", inputs=InputForm("token")), True),
+        (EightBitForm("fp8", "tensor", inputs=InputForm("tensor")), True),
+        (EightBitForm("fp8", "block", (128, 128), inputs=InputForm("group", 128)), True),
+        (EightBitForm("fp8", "channel", inputs=InputForm("group", 128)), False),
+        (EightBitForm("int8", "channel", inputs=InputForm("token")), False),
+        (EightBitForm("int8", "channel", inputs=InputForm("token", numbers="int8")), True),
+    ],
+)
+def test_what_is_multiplied_in_eight_bits_is_known_from_its_form(
+    form: EightBitForm, as_they_are: bool
+) -> None:
+    """As the product itself says, of a matrix of this form."""
+    packed = random_packed(form, (256, 256), 0.02, torch.device("cpu"))
+    matrix = matrix_of(packed)
+    assert matrix is not None
+    linear = of_rounded_inputs(QuantisedLinear(matrix, None, torch.bfloat16), form.inputs)
+    assert isinstance(linear, RoundedLinear)
+    assert linear.multiplies_rounded is as_they_are is multiplies_rounded(form)

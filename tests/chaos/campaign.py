@@ -120,18 +120,21 @@ def _quantile(values: list[float], share: float) -> float:
     return values[max(0, -(-int(share * 1000) * len(values) // 1000) - 1)] if values else 0.0
 
 
-async def run(plan: Plan, folder: Path) -> Report:
-    """Raises what a process or a check of the fleet itself raised."""
+async def run(plan: Plan, folder: Path, certifier: Certifier | None = None) -> Report:
+    """Raises what a process or a check of the fleet itself raised. certifier: of what the plan's
+    fleet serves; None = of the demo."""
     dice = random.Random(plan.seed)
     order = [fault for fault, count in plan.faults.items() for _ in range(count)]
     dice.shuffle(order)
     async with running_redis() as redis:
         fleet = Fleet(folder, plan.shape, redis)
-        return await _run_at(fleet, plan, order, dice)
+        clients = Clients(fleet.routers, certifier or Certifier(), plan.seed)
+        return await _run_at(fleet, clients, plan, order, dice)
 
 
-async def _run_at(fleet: Fleet, plan: Plan, order: list[str], dice: random.Random) -> Report:
-    clients = Clients(fleet.routers, Certifier(), plan.seed)
+async def _run_at(
+    fleet: Fleet, clients: Clients, plan: Plan, order: list[str], dice: random.Random
+) -> Report:
     try:
         await fleet.start_all()
         await clients.learn()

@@ -12,9 +12,8 @@ from typing import Any, Literal
 import httpx
 from tokenizers import Tokenizer
 
-from loraplex.launcher.demo import adapter_paths, model_path
 from tests.certifying.certificates import CertifyOptions, certified_output
-from tests.chaos.processes import Process
+from tests.chaos.processes import Process, Served, demo
 
 TIMEOUT_S = 240.0
 RETRY_S = 0.05
@@ -62,8 +61,9 @@ class Wrong(Exception):
 class Certifier:
     """Knows the right tokens. digests: adapter name -> digest, learnt while all was calm."""
 
-    def __init__(self) -> None:
-        folder = model_path()
+    def __init__(self, served: Served | None = None) -> None:
+        self.served = served or demo()
+        folder = self.served.model
         model = json.loads((folder / "config.json").read_text())
         eos = model["eos_token_id"]
         self._options = CertifyOptions(
@@ -124,13 +124,14 @@ class Clients:
     async def learn(self) -> None:
         """Asks for each adapter once, while nothing is wrong."""
         router = self._routers[0]
-        for name in adapter_paths():
+        names = self._certifier.served.adapters
+        for name in names:
             body = {"inputs": "x", "parameters": {"adapter_id": name, "max_new_tokens": 1}}
             answer = await self._http.post(f"{router.url}/generate", json=body)
             assert answer.status_code == 200, answer.text
             self._certifier.digests[name] = answer.headers[DIGEST_HEADER]
         digests = set(self._certifier.digests.values())
-        assert len(digests) == len(adapter_paths()), "adapters must differ"
+        assert len(digests) == len(names), "adapters must differ"
 
     async def run(self, count: int, min_tokens: int, max_tokens: int) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -262,4 +263,5 @@ def openai(order: Order) -> dict[str, Any]:
         "model": order.adapter or "base",
         "prompt": order.prompt,
         "max_tokens": order.max_tokens,
+        "temperature": 0,
     }

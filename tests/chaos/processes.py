@@ -92,12 +92,30 @@ class Process:
 
 
 @dataclass(frozen=True)
+class Served:
+    """What a fleet serves. adapters: names of folders in `roots`. options: of workers."""
+
+    model: Path
+    roots: Path
+    adapters: tuple[str, ...]
+    options: tuple[str, ...] = ()
+
+
+def demo(step_s: float = 0.0) -> Served:
+    """The demo's names, and tokens that certify their origin. step_s: seconds that a step takes."""
+    paths, executor = adapter_paths(), certify(step_s=step_s, eos_percent=1)
+    roots = next(iter(paths.values())).parent
+    return Served(model_path(), roots, tuple(paths), ("--executor", executor))
+
+
+@dataclass(frozen=True)
 class Shape:
-    """Of a fleet. step_s: seconds that a step of an engine takes."""
+    """Of a fleet. step_s: seconds that a step of an engine takes. served: None = the demo."""
 
     workers: int = 3
     routers: int = 2
     step_s: float = 0.03
+    served: Served | None = None
 
 
 class Fleet:
@@ -117,17 +135,17 @@ class Fleet:
             "OMP_NUM_THREADS": "1",
         }
         self.links: list[Link] = []
-        self.workers = [self._worker(folder, i, shape.step_s) for i in range(shape.workers)]
+        self._served = shape.served or demo(shape.step_s)
+        self.workers = [self._worker(folder, i) for i in range(shape.workers)]
         self.routers = [self._router(folder, i, router_options) for i in range(shape.routers)]
         self._http = httpx.AsyncClient(timeout=2.0, trust_env=False)
 
-    def _worker(self, folder: Path, number: int, step_s: float) -> Process:
-        executor = certify(step_s=step_s, eos_percent=1)
-        roots = str(next(iter(adapter_paths().values())).parent)
+    def _worker(self, folder: Path, number: int) -> Process:
+        served = self._served
         arguments = [
-            *("worker", str(model_path()), "--executor", executor),
+            *("worker", str(served.model), *served.options),
             *("--worker-id", f"worker-{number}", "--kv-memory", "16MiB", "--model-name", "base"),
-            *("--adapter-root", roots, "--cache-dir", str(folder / f"cache-{number}")),
+            *("--adapter-root", str(served.roots), "--cache-dir", str(folder / f"cache-{number}")),
         ]
         return Process(f"worker-{number}", arguments, free_port(), folder)
 
@@ -138,7 +156,7 @@ class Fleet:
             link = Link(worker.port, free_port())
             self.links.append(link)
             arguments += ["--worker", link.url]
-        for name in adapter_paths():
+        for name in self._served.adapters:
             arguments += ["--adapter", f"{name}=local:{name}"]
         return Process(f"router-{number}", arguments, free_port(), folder)
 

@@ -1,11 +1,13 @@
 """A few faults under load. `python -m tests.chaos --long` does hundreds."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
 from tests.chaos.campaign import Plan, run
 from tests.chaos.processes import Shape
+from tests.chaos.state_base import StateBase
 
 # Each process is killed once, and the first of each further way to be away is there.
 FEW = ("worker killed", "engine killed", "router killed", "engine frozen", "parted one way")
@@ -31,3 +33,17 @@ async def test_clients_see_pauses_and_nothing_else(
     assert len(report.faults) == len(faults)
     assert report.count("ok") > 2 * clients, "the load was not there"
     assert any(max(report.pauses(fault)) > 0.2 for fault in faults), "no fault was ever felt"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore:.*pattern keys")
+async def test_a_base_with_states_gives_no_wrong_token(tmp_path: Path) -> None:
+    """Sequences go on from snapshots, with drafts, and are computed again where one was lost."""
+    base = await asyncio.to_thread(StateBase, tmp_path)
+    counts = {"worker killed": 3, "engine killed": 3, "router killed": 1, "engine frozen": 1}
+    shape = Shape(workers=2, served=base.served)
+    plan = Plan(counts, seed=2, shape=shape, clients=8, min_tokens=8, max_tokens=70)
+    report = await run(plan, tmp_path, base)
+    assert not report.problems()
+    assert report.count("ok") > 100, "the load was not there"
+    assert any(max(report.pauses(fault)) > 0.2 for fault in counts), "no fault was ever felt"

@@ -32,8 +32,8 @@ USERS = [f"user-{number}" for number in range(24)]
 class OwnFleet(Fleet):
     """Its workers have a root of the test's, too: `own` of the folder."""
 
-    def _worker(self, folder: Path, number: int, step_s: float) -> Process:
-        process = super()._worker(folder, number, step_s)
+    def _worker(self, folder: Path, number: int) -> Process:
+        process = super()._worker(folder, number)
         process._arguments += ["--adapter-root", str(folder / "own")]
         return process
 

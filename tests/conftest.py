@@ -11,6 +11,7 @@ import certifi
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import common_server
 from tests.left_out import LeftOut
 from tests.longest_first import LongestFirst
 from tests.unchanged import note
@@ -44,6 +45,7 @@ settings.load_profile("any-machine")
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(common_server)
     config.pluginmanager.register(LeftOut())
     config.pluginmanager.register(LongestFirst(config))
 

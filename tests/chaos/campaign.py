@@ -1,6 +1,7 @@
 """Faults under load, in a random order, and what clients saw of them."""
 
 import asyncio
+import math
 import random
 from collections import Counter
 from collections.abc import Mapping
@@ -15,7 +16,9 @@ from tests.router.shared.redis_server import running_redis
 
 @dataclass(frozen=True)
 class Plan:
-    """How many of which fault, under which load. calm_s: longest quiet time between two faults."""
+    """How many of which fault, under which load. calm_s: longest quiet time between two faults.
+    longest_s: of a fault that heals by itself.
+    """
 
     faults: Mapping[str, int]
     seed: int
@@ -24,6 +27,7 @@ class Plan:
     min_tokens: int = 10
     max_tokens: int = 120
     calm_s: float = 1.5
+    longest_s: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,7 @@ async def _run_at(
         await fleet.start_all()
         await clients.learn()
         load = asyncio.create_task(clients.run(plan.clients, plan.min_tokens, plan.max_tokens))
-        done = await _do(order, Faults(fleet, dice), dice, plan, load)
+        done = await _do(order, Faults(fleet, dice, plan.longest_s), dice, plan, load)
         clients.stop()
         await load
     finally:

@@ -35,11 +35,12 @@ class Done:
 
 
 class Faults:
-    """One fault at a time, at targets that the dice choose."""
+    """One fault at a time, at targets that the dice choose. longest_s: of what heals by itself."""
 
-    def __init__(self, fleet: Fleet, dice: random.Random) -> None:
+    def __init__(self, fleet: Fleet, dice: random.Random, longest_s: float) -> None:
         self._fleet = fleet
         self._dice = dice
+        self._longest_s = longest_s
         self._orphans_s: float | None = None
         self.kinds: dict[str, Callable[[], Awaitable[None]]] = {
             "worker killed": self._kill_worker,
@@ -105,7 +106,7 @@ class Faults:
 
     async def _freeze(self, pid: int) -> None:
         os.kill(pid, signal.SIGSTOP)
-        await asyncio.sleep(self._dice.uniform(0.5, LONGEST_FREEZE_S))
+        await asyncio.sleep(self._lasting_s(0.5, LONGEST_FREEZE_S))
         try:
             os.kill(pid, signal.SIGCONT)
         except ProcessLookupError:
@@ -116,7 +117,7 @@ class Faults:
         worker = self._dice.choice(self._fleet.workers)
         engine = await self._engine(worker)
         try:
-            for _ in range(round(self._dice.uniform(1.0, LONGEST_FREEZE_S) / PERIOD_S)):
+            for _ in range(round(self._lasting_s(1.0, LONGEST_FREEZE_S) / PERIOD_S)):
                 os.kill(engine, signal.SIGSTOP)
                 await asyncio.sleep(STILL_S)
                 os.kill(engine, signal.SIGCONT)
@@ -134,7 +135,7 @@ class Faults:
         """Afterwards all arrives late, or the connections turn out to be forgotten on the way."""
         for direction in directions:
             direction.stall()
-        await asyncio.sleep(self._dice.uniform(0.5, LONGEST_PARTITION_S))
+        await asyncio.sleep(self._lasting_s(0.5, LONGEST_PARTITION_S))
         if self._dice.random() < 0.5:
             for link in self._fleet.links:
                 if directions[0] in link.directions:
@@ -147,7 +148,7 @@ class Faults:
         directions = [one for link in self._fleet.links for one in link.directions]
         for direction in directions:
             direction.delay_s, direction.bytes_per_s = LINK_DELAY_S, LINK_BYTES_PER_S
-        await asyncio.sleep(self._dice.uniform(1.0, LONGEST_PARTITION_S))
+        await asyncio.sleep(self._lasting_s(1.0, LONGEST_PARTITION_S))
         for link in self._fleet.links:
             link.heal()
 
@@ -182,7 +183,10 @@ class Faults:
             await self._fleet.redis.command("CLIENT", "PAUSE", round(SLOW_S * 1000))
 
     def _outage_s(self) -> float:
-        return self._dice.uniform(0.2, LONGEST_OUTAGE_S)
+        return self._lasting_s(0.2, LONGEST_OUTAGE_S)
+
+    def _lasting_s(self, least: float, longest: float) -> float:
+        return self._dice.uniform(least, min(longest, self._longest_s))
 
     async def _engine(self, worker: Process) -> int:
         await until(lambda: engine_of(worker) is not None)

@@ -1,6 +1,7 @@
 """A few faults under load. `python -m tests.chaos --long` does hundreds."""
 
 import asyncio
+import math
 from pathlib import Path
 
 import pytest
@@ -19,15 +20,16 @@ ALL = (
 
 
 @pytest.mark.parametrize(
-    ("faults", "clients"),
-    [(FEW, 4), pytest.param(ALL, 10, marks=pytest.mark.exhaustive)],
+    ("faults", "clients", "longest_s"),
+    [(FEW, 4, 2.0), pytest.param(ALL, 10, math.inf, marks=pytest.mark.exhaustive)],
     ids=["few", "all"],
 )
 async def test_clients_see_pauses_and_nothing_else(
-    tmp_path: Path, faults: tuple[str, ...], clients: int
+    tmp_path: Path, faults: tuple[str, ...], clients: int, longest_s: float
 ) -> None:
     counts = {fault: faults.count(fault) for fault in faults}
-    plan = Plan(counts, seed=1, shape=Shape(workers=2), clients=clients, calm_s=0.5)
+    shape = Shape(workers=2)
+    plan = Plan(counts, 1, shape, clients, calm_s=0.5, longest_s=longest_s)
     report = await run(plan, tmp_path)
     assert not report.problems()
     assert len(report.faults) == len(faults)

@@ -20,6 +20,7 @@ from tests.deploy.local_pods import START_TIMEOUT_S, Cluster, LocalPod
 VALUES: Object = {
     "model": {"id": str(model_path())},
     "adapters": [{"name": "sql", "ref": f"local:{adapter_paths()['sql']}", "pin": True}],
+    "router": {"drainDelaySeconds": 1},
     "worker": {
         "options": {
             "executor": "torch",

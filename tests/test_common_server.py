@@ -1,0 +1,9 @@
+"""Which files are handed out together."""
+
+from tests.common_server import E2E, scope_of
+
+
+def test_files_of_the_common_server_stay_together() -> None:
+    assert scope_of("tests/e2e/test_invocations.py") == E2E
+    own = ("tests/e2e/test_lifecycle.py", "tests/test_ports.py")
+    assert [scope_of(file) for file in own] == [*own]

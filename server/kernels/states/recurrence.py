@@ -179,7 +179,7 @@ def _gates_of(
     """The logarithm of what stays of a head's state at tokens, and how much is written; zeros where
     not inside. DELTA: the delta rule's most; 0 = the rule is Mamba-2's."""
     place = product_ptr + token * GATES
-    column = tl.load(columns_ptr + (VALUES if DELTA else 0) + head)
+    column = tl.load(columns_ptr + (VALUES if DELTA > 0 else 0) + head)
     a = tl.load(place + column, mask=inside, other=0.0).to(tl.float32)
     a = a * FACTOR + tl.load(bias_ptr + head)
     # log(1 + u) to the last bit, where 1 + u is rounded (Kahan)
@@ -189,7 +189,7 @@ def _gates_of(
     soft = tl.maximum(a, 0.0) + tl.where(rounded == 1.0, u, tl.log(rounded) * (u / near))
     dt = tl.minimum(tl.maximum(soft, LOW), HIGH)
     decay = tl.where(inside, tl.load(decay_ptr + head) * dt, 0.0)
-    if DELTA:
+    if DELTA > 0:
         b = tl.load(place + tl.load(columns_ptr + head), mask=inside, other=0.0).to(tl.float32)
         dt = DELTA / (1.0 + tl.exp(-b))
     return decay, tl.where(inside, dt, 0.0)
@@ -279,13 +279,13 @@ def _step_kernel(
         )
         state *= tl.exp(decay)
         news = v * taken
-        if DELTA:
+        if DELTA > 0:
             k *= tl.rsqrt(tl.sum(k * k) + 1e-6)
             q *= tl.rsqrt(tl.sum(q * q) + 1e-6) * KEY_DIM**-0.5
             news -= tl.sum(state * k[:, None], 0) * taken
         state += k[:, None] * news[None, :]
         found = tl.sum(state * q[:, None], 0)
-        if not DELTA:
+        if DELTA == 0:
             found += tl.load(skip_ptr + head) * v
         found = found.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + token * (VALUES * VALUE_DIM), found, mask=has_value & (step >= replays))
@@ -409,7 +409,7 @@ def _chunks_kernel(
         decayed, whole = tl.cumsum(decay, 0), tl.sum(decay, 0)
         faded = tl.exp(decayed)[:, None]
         news = v * written[:, None]
-        if DELTA:
+        if DELTA > 0:
             q, k = _unit(q) * KEY_DIM**-0.5, _unit(k)
             where = (token[:, None] * VALUES + head) * CHUNK + place[None, :]
             inverse = tl.load(inverse_ptr + where, mask=inside[:, None], other=0.0)
@@ -421,7 +421,7 @@ def _chunks_kernel(
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * since
         found = tl.dot(q, state, input_precision=PRECISION) * faded
         found += tl.dot(scores, news, input_precision=PRECISION)
-        if not DELTA:
+        if DELTA == 0:
             found += tl.load(skip_ptr + head) * v
         at = token[:, None] * (VALUES * VALUE_DIM) + head * VALUE_DIM + of_value[None, :]
         stored = (first + place < tokens)[:, None] & has_value

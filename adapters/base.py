@@ -5,6 +5,7 @@ from typing import Literal
 
 import msgspec
 
+from loraplex.adapters.classes import SCORE
 from loraplex.adapters.sharding import (
     UNGROUPED,
     WHOLE,
@@ -53,7 +54,9 @@ MODEL_SITES: tuple[Role, ...] = ("embed_tokens", "lm_head")
 # Stands for an expert's number in the path of a module that each expert of a layer has.
 ANY_EXPERT = "{}"
 _BESIDE_MLPS = "self_attn.gate_proj"  # whose name an MLP has, too
-_NAMING_PARENTS = ("shared_expert", "shared_experts", "attn")
+_NAMING_PARENTS = ("shared_expert", "shared_experts", "attn", "intermediate", "output")
+# Beside `output.dense` of the same layer, in BERT and its kin.
+_OF_ATTENTION = "attention.output.dense"
 # Ids behind the base's tables that an adapter may have.
 MAX_NEW_IDS = 4096
 
@@ -155,6 +158,8 @@ def module_name(path: str) -> str:
     """A module's short name: `q_proj`, and `experts.gate_proj` of one that each expert has. Some
     parents stay, since another module of the layer has the same last name.
     """
+    if path == _OF_ATTENTION:
+        return path
     head, _, last = path.rpartition(".")
     parent = head.rpartition(".")[2]
     if head.endswith(ANY_EXPERT):
@@ -206,6 +211,25 @@ class BaseModule(msgspec.Struct, frozen=True):
     shape: ModuleShape
 
 
+class ScoreParts(msgspec.Struct, frozen=True):
+    """Tensors of a score head, by name and shape: the weight of the labels first, where 0 stands
+    for their number. of_tokens: the head gives each token of a text scores."""
+
+    tensors: tuple[tuple[str, tuple[int, ...]], ...]
+    of_tokens: bool = False
+
+    @property
+    def labels(self) -> str:
+        """The name of the weight of the labels."""
+        return self.tensors[0][0]
+
+    @property
+    def required(self) -> frozenset[str]:
+        """Names of the tensors that are saved together with the weight of the labels."""
+        top = self.labels.partition(".")[0] + "."
+        return frozenset(name for name, _ in self.tensors if name.startswith(top))
+
+
 class BaseSpec(msgspec.Struct, frozen=True):
     """Describes the base model that adapters are validated against.
 
@@ -221,7 +245,9 @@ class BaseSpec(msgspec.Struct, frozen=True):
     shards: devices that share the base. quantize: how its weights are quantised at load, "" = they
         are not.
     is_tied: the head's matrix is the embedding's. num_classes: labels of its score head; 0 = it
-        has none. norms: all of them.
+        has none. norms: all of them. score_heads: those that an adapter may have, the usual one
+        first; () = that of decoders. unread: whole names of modules whose result nobody asks for;
+        LoRA of them is left out.
     """
 
     digest: str
@@ -238,6 +264,20 @@ class BaseSpec(msgspec.Struct, frozen=True):
     is_tied: bool = False
     num_classes: int = 0
     norms: tuple[BaseNorm, ...] = ()
+    score_heads: tuple[ScoreParts, ...] = ()
+    unread: tuple[str, ...] = ()
+
+    def score_head(self, *, of_tokens: bool) -> ScoreParts:
+        """The score head that an adapter may have; without one for tokens, the usual one."""
+        usual = ScoreParts(((SCORE, (0, self.hidden_size)),))
+        heads = self.score_heads or (usual,)
+        return next((head for head in heads if head.of_tokens is of_tokens), heads[0])
+
+    @property
+    def tables(self) -> frozenset[str]:
+        """Whole names of the embedding and of the head for text."""
+        names = MODEL_SITES[:1] if self.score_heads else MODEL_SITES
+        return frozenset(of.path for name, of in self.model_modules.items() if name in names)
 
     @property
     def num_layers(self) -> int:

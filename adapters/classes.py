@@ -10,8 +10,12 @@ from loraplex.adapters.violations import shown
 ScoreActivation = Literal["softmax", "sigmoid", "none"]
 # The short name of a classifier's head, and its tensor.
 HEAD_OF_CLASSES = "score"
+# Modules that are, or hold, the score head of an encoder.
+HEADS_OF_ENCODERS = ("classifier", "pre_classifier", "pooler", "head")
 SCORE = f"{HEAD_OF_CLASSES}.weight"
 MOST_LABELS = 4096
+# Of a head that gives each token scores: those of a step travel at once.
+MOST_TOKEN_LABELS = 256
 _IDENTITY, _SIGMOID = "Identity", "Sigmoid"
 
 
@@ -19,29 +23,31 @@ class ClassForm(msgspec.Struct, frozen=True):
     """Describes a classifier: a score for each label, from the last token that is no padding.
 
     Scores come from the output of the last norm. activation: makes probabilities of scores.
-    pad_token_id: None = no token is padding.
+    pad_token_id: None = no token is padding. of_tokens: each token of a text has scores.
     """
 
     labels: tuple[str, ...]
     activation: ScoreActivation
     pad_token_id: int | None = None
+    of_tokens: bool = False
 
 
 class OwnClasses(msgspec.Struct, frozen=True):
     """Describes an adapter's own head. count: of labels. labels: () = they have no names.
-    activation, pad_token_id: None = the adapter's files do not say."""
+    activation, pad_token_id: None = the adapter's files do not say. of_tokens: as of ClassForm."""
 
     count: int
     labels: tuple[str, ...] = ()
     activation: ScoreActivation | None = None
     pad_token_id: int | None = None
+    of_tokens: bool = False
 
     def over(self, base: ClassForm | None, pad_token_id: int | None) -> ClassForm:
         """Fills gaps from the base, or with the usual. base: None = the base is no classifier."""
         labels = self.labels or (base.labels if base else unnamed(self.count))
         usual = base.activation if base else usual_activation(self.count)
         pad = pad_token_id if self.pad_token_id is None else self.pad_token_id
-        return ClassForm(labels, self.activation or usual, pad)
+        return ClassForm(labels, self.activation or usual, pad, self.of_tokens)
 
 
 def unnamed(count: int) -> tuple[str, ...]:

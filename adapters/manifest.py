@@ -183,10 +183,15 @@ class SiteLayout(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class OwnHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The place of a score head's rows, `[labels, hidden]`. offset: as in `SiteLayout`."""
+    """The place of a score head. offset: of the weight of its labels, `[labels, hidden]`, as in
+    `SiteLayout`. of_tokens: which of the base's `ScoreParts` it is. numbers, offsets: of its other
+    tensors, their numbers there and places."""
 
     offset: int
     labels: int
+    of_tokens: bool = False
+    numbers: tuple[int, ...] = ()
+    offsets: tuple[int, ...] = ()
 
 
 class OwnNorms(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -13,7 +13,7 @@ from loraplex.adapters.grammar.limits import ServedGrammarLimits
 from loraplex.adapters.manifest import SlabDtype
 from loraplex.adapters.peft.validate import AdapterLimits
 from loraplex.adapters.ref import MODELSCOPE_ENDPOINT
-from loraplex.server.protocol import Pooling
+from loraplex.server.protocol import TextPooling
 
 Device = Literal["auto", "cpu", "cuda"]
 ServeMode = Literal["server", "local", "interactive"]
@@ -253,11 +253,11 @@ class WorkerConfig:
         default=MODELSCOPE_ENDPOINT,
         metadata={"help": "where ModelScope, or a mirror of its API, is"},
     )
-    pooling: Pooling | None = field(
+    pooling: TextPooling | None = field(
         default=None,
         metadata={
             "help": "how vectors are made of a text's tokens (default: as the model's files say,"
-            " else `last`)"
+            " else `last`, of encoders `mean`)"
         },
     )
     normalize: Literal["yes", "no"] | None = field(

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar, cast, get_args
 
 import msgspec
 
-from loraplex.adapters.classes import HEAD_OF_CLASSES
+from loraplex.adapters.classes import HEAD_OF_CLASSES, HEADS_OF_ENCODERS
 from loraplex.adapters.common.strict_json import StrictJsonError, decode_object
 from loraplex.adapters.peft.fields import (
     CONVERT,
@@ -40,7 +40,7 @@ _MAX_TRAINED = 8192
 # Modules that an adapter may have whole, or rows of; PEFT writes the last of them itself.
 TABLES = ("embed_tokens", "lm_head", "model.embed_tokens")
 # What PEFT calls a classifier, and what it then adds to `modules_to_save`: a model has one of them.
-SEQ_CLS = "SEQ_CLS"
+SEQ_CLS, TOKEN_CLS = "SEQ_CLS", "TOKEN_CLS"
 _HEADS_OF_OTHERS = ("classifier",)
 # PEFT's defaults, for keys that a config leaves out.
 _DEFAULT_RANK = 8
@@ -66,7 +66,8 @@ class PeftConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     bias: whose biases the adapter has in place of the base's. lora_bias: B has a bias of its own.
     modules_to_save: tables and norms that the adapter has whole, in place of the base's; and its
         score head.
-    task_type: `SEQ_CLS` where the adapter may have that head and `modules_to_save` is empty.
+    task_type: `TOKEN_CLS`, whose head gives each token scores; `SEQ_CLS` where the adapter may have
+        a score head and `modules_to_save` is empty.
     trainable_token_indices: by table, the tokens whose rows the adapter has, in the file's order.
     use_dora: `(W + scale * B A)` has rows of the lengths that the adapter's magnitudes say.
     """
@@ -126,6 +127,17 @@ def is_norm(name: str) -> bool:
     return name.endswith("norm")
 
 
+def is_of_encoders(name: str) -> bool:
+    """Whether a name of `modules_to_save` is of an encoder's score head."""
+    return any(part in HEADS_OF_ENCODERS for part in name.split("."))
+
+
+def unserved_module(name: str) -> str:
+    """Why an adapter cannot have this module whole."""
+    served = " and ".join((*TABLES, HEAD_OF_CLASSES))
+    return f"modules_to_save: {shown(name)} is not served, only norms, {served} are"
+
+
 def trained_for(data: bytes) -> str:
     """The base's name, whatever else the bytes of a config hold; empty when there is none."""
     try:
@@ -171,7 +183,8 @@ def _is_name(value: object) -> bool:
 def _read(reader: "_Reader") -> PeftConfig:
     parameters = reader.names("target_parameters")
     saved = reader.saved("modules_to_save")
-    is_classifier = not saved and reader.raw.get("task_type") == SEQ_CLS
+    task = reader.raw.get("task_type")
+    is_kept = task == TOKEN_CLS or (task == SEQ_CLS and not saved)
     config = PeftConfig(
         base_model_name_or_path=reader.text("base_model_name_or_path"),
         revision=reader.text("revision"),
@@ -195,7 +208,7 @@ def _read(reader: "_Reader") -> PeftConfig:
         lora_bias=reader.flag("lora_bias"),
         modules_to_save=saved,
         trainable_token_indices=reader.trained_tokens("trainable_token_indices"),
-        task_type=SEQ_CLS if is_classifier else "",
+        task_type=str(task) if is_kept else "",
     )
     if not config.target_modules and not parameters:
         reader.refuse("target_modules", "missing or empty: the adapter targets nothing")
@@ -293,11 +306,10 @@ class _Reader:
         names, served = self.names(key), (*TABLES, HEAD_OF_CLASSES)
         if HEAD_OF_CLASSES in names:
             names = tuple(name for name in names if name not in _HEADS_OF_OTHERS)
-        unserved = [name for name in names if name not in served and not is_norm(name)]
-        if unserved:
-            words = f"only norms, {' and '.join(served)} are"
-            message = f"{key}: {shown(unserved[0])} is not served, {words}"
-            self._findings.add("unsupported_feature", key, message)
+        for name in names:
+            if name not in served and not is_norm(name) and not is_of_encoders(name):
+                self._findings.add("unsupported_feature", key, unserved_module(name))
+                break
         return names
 
     def trained_tokens(self, key: str) -> tuple[tuple[str, tuple[int, ...]], ...]:

@@ -8,9 +8,10 @@ from loraplex.adapters.classes import OwnClasses, activation_said, labels_said, 
 from loraplex.adapters.common.strict_json import StrictJsonError, decode_object
 from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.peft.config import CONFIG_FILE, MAX_CONFIG_BYTES
+from loraplex.adapters.peft.lora_tensors import OwnScores
 from loraplex.adapters.peft.tokenizer_files import TOKENIZER_FILES
 from loraplex.adapters.peft.validate import AdapterLimits
-from loraplex.adapters.safetensors.header import WEIGHTS_FILE, TensorInfo
+from loraplex.adapters.safetensors.header import WEIGHTS_FILE
 from loraplex.adapters.safetensors.weights_index import (
     INDEX_FILES,
     MAX_INDEX_BYTES,
@@ -151,12 +152,12 @@ def fetched_bytes(listing: Mapping[str, int]) -> int:
 
 
 def read_classes(
-    data: bytes | None, head: TensorInfo, base: BaseSpec, findings: Findings
+    data: bytes | None, head: OwnScores, base: BaseSpec, findings: Findings
 ) -> OwnClasses:
-    """Reads label names from the model's `config.json`. head: `[labels, hidden]`."""
-    count = head.shape[0]
+    """Reads label names from the model's `config.json`."""
+    count, of_tokens = head.labels.shape[0], head.of_tokens
     if data is None:
-        return OwnClasses(count)
+        return OwnClasses(count, of_tokens=of_tokens)
 
     def refuse(words: str) -> None:
         findings.add("bad_value", CLASSES_FILE, f"{CLASSES_FILE}: {words}")
@@ -165,13 +166,14 @@ def read_classes(
         config = decode_object(data)
     except StrictJsonError as error:
         findings.add("bad_config", CLASSES_FILE, f"{CLASSES_FILE} is {error}")
-        return OwnClasses(count)
+        return OwnClasses(count, of_tokens=of_tokens)
     labels = labels_said(config, refuse)
     if labels and len(labels) != count:
-        words = f"id2label names {len(labels)} labels; {head.name} has {count}"
+        words = f"id2label names {len(labels)} labels; {head.labels.name} has {count}"
         findings.add("labels_mismatch", CLASSES_FILE, f"{CLASSES_FILE}: {words}")
     vocab_size = None if base.is_inferred else base.vocab_size
-    return OwnClasses(count, labels, activation_said(config, refuse), pad_said(config, vocab_size))
+    said = activation_said(config, refuse), pad_said(config, vocab_size)
+    return OwnClasses(count, labels, *said, of_tokens)
 
 
 def is_checkpoint(name: str) -> bool:

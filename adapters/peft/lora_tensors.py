@@ -152,6 +152,19 @@ class OwnNorm(msgspec.Struct, frozen=True, gc=False):
     tensor: TensorInfo
 
 
+class OwnScores(msgspec.Struct, frozen=True):
+    """A score head in place of the base's. tensors: with their numbers in `ScoreParts`, that of
+    the labels first. of_tokens: as of ScoreParts."""
+
+    tensors: tuple[tuple[int, TensorInfo], ...]
+    of_tokens: bool = False
+
+    @property
+    def labels(self) -> TensorInfo:
+        """The weight of the labels, `[labels, hidden]`."""
+        return self.tensors[0][1]
+
+
 class LoraTensors(msgspec.Struct, frozen=True):
     """A validated adapter. modules: by layer, then by name.
 
@@ -160,7 +173,7 @@ class LoraTensors(msgspec.Struct, frozen=True):
     missing: targeted modules without tensors; they stay as the base has them.
     naming: how the adapter calls the modules.
     biases: of any modules, also of those without LoRA. tables: of tied ones both have one tensor.
-    head: of a classifier, `[labels, hidden]`. norms: in the order of their places.
+    head: of a classifier. norms: in the order of their places.
     of_images: modules with weights of a part for images, which are left out.
     """
 
@@ -171,7 +184,7 @@ class LoraTensors(msgspec.Struct, frozen=True):
     naming: Naming = WHOLE
     biases: tuple[OwnBias, ...] = ()
     tables: tuple[OwnTable, ...] = ()
-    head: TensorInfo | None = None
+    head: OwnScores | None = None
     norms: tuple[OwnNorm, ...] = ()
     of_images: int = 0
 
@@ -203,7 +216,8 @@ class LoraTensors(msgspec.Struct, frozen=True):
         others: tuple[OwnBias | OwnNorm, ...] = (*self.biases, *self.norms)
         found |= {each.tensor.name: each.tensor for each in others}
         found |= {each.name: each for table in self.tables for each in table.tensors}
-        return tuple((found | ({self.head.name: self.head} if self.head else {})).values())
+        of_head = () if self.head is None else self.head.tensors
+        return tuple((found | {each.name: each for _, each in of_head}).values())
 
     @property
     def coverage(self) -> Coverage:

@@ -11,10 +11,16 @@ from typing import Literal
 
 import msgspec
 
-from loraplex.adapters.base import BaseNorm, BaseSpec
+from loraplex.adapters.base import BaseNorm, BaseSpec, ScoreParts
 from loraplex.adapters.classes import HEAD_OF_CLASSES, MOST_LABELS
-from loraplex.adapters.peft.config import SEQ_CLS, PeftConfig, is_norm
-from loraplex.adapters.peft.lora_tensors import OwnNorm, OwnTable
+from loraplex.adapters.peft.config import (
+    TOKEN_CLS,
+    PeftConfig,
+    is_norm,
+    is_of_encoders,
+    unserved_module,
+)
+from loraplex.adapters.peft.lora_tensors import OwnNorm, OwnScores, OwnTable
 from loraplex.adapters.safetensors.header import FLOAT_DTYPES, TensorInfo
 from loraplex.adapters.violations import Findings, shown
 
@@ -198,16 +204,24 @@ class TablePlacer:
                 yield OwnTable(each, tensor, ids)
 
 
-def own_head(config: PeftConfig) -> Literal["none", "perhaps", "surely"]:
+def own_head(config: PeftConfig, base: BaseSpec) -> Literal["none", "perhaps", "surely"]:
     """Whether the file has a score head."""
-    if HEAD_OF_CLASSES in config.modules_to_save:
+    saved = config.modules_to_save
+    if HEAD_OF_CLASSES in saved or (base.score_heads and any(map(is_of_encoders, saved))):
         return "surely"
-    return "perhaps" if config.task_type == SEQ_CLS else "none"
+    return "perhaps" if config.task_type else "none"
 
 
-def check_head(config: PeftConfig, findings: Findings) -> None:
+def score_parts(config: PeftConfig, base: BaseSpec) -> ScoreParts:
+    """The tensors of the score head that the adapter may have."""
+    return base.score_head(of_tokens=config.task_type == TOKEN_CLS)
+
+
+def check_head(config: PeftConfig, base: BaseSpec, findings: Findings) -> None:
     """Checks what the config says of a score head."""
-    if own_head(config) != "surely":
+    for name in () if base.score_heads else filter(is_of_encoders, config.modules_to_save):
+        findings.add("unsupported_feature", "modules_to_save", unserved_module(name))
+    if own_head(config, base) != "surely":
         return
     if config.alora_invocation_tokens:
         message = f"modules_to_save: {HEAD_OF_CLASSES} not with alora_invocation_tokens"
@@ -219,16 +233,33 @@ def check_head(config: PeftConfig, findings: Findings) -> None:
 
 
 def place_head(
-    config: PeftConfig, tensor: TensorInfo | None, base: BaseSpec, findings: Findings
-) -> TensorInfo | None:
-    """Checks the score head. tensor: None = the file has none."""
-    if tensor is None:
-        if own_head(config) == "surely":
-            message = f"modules_to_save has {HEAD_OF_CLASSES}, and the file has no weights of it"
-            findings.add("missing_tensor", HEAD_OF_CLASSES, message)
+    config: PeftConfig, tensors: Mapping[str, TensorInfo], base: BaseSpec, findings: Findings
+) -> OwnScores | None:
+    """Checks the score head. tensors: by the names of `score_parts`; empty = the file has none."""
+    parts = score_parts(config, base)
+    if not tensors:
+        if own_head(config, base) == "surely":
+            head = parts.labels.removesuffix(".weight")
+            message = f"modules_to_save has {head}, and the file has no weights of it"
+            findings.add("missing_tensor", head, message)
         return None
+    missing = sorted({parts.labels, *parts.required} - tensors.keys())
+    if missing:
+        message = f"the file has a part of a score head, and no weights {missing[0]}"
+        findings.add("missing_tensor", missing[0], message)
+        return None
+    labels = _check_labels(tensors[parts.labels], base, findings)
+    placed = []
+    for number, (name, shape) in enumerate(parts.tensors):
+        if name in tensors and labels:
+            placed.append((number, tensors[name]))
+            check_floats(tensors[name], tuple(size or labels for size in shape), findings)
+    return OwnScores(tuple(placed), parts.of_tokens) if placed else None
+
+
+def _check_labels(tensor: TensorInfo, base: BaseSpec, findings: Findings) -> int:
+    """Checks the weight of a score head's labels. Returns their number."""
     name = tensor.name
-    check_dtype(tensor, findings)
     labels = tensor.shape[0] if len(tensor.shape) == 2 else 0
     if not 0 < labels <= MOST_LABELS or tensor.shape[1] != base.hidden_size:
         expected = f"1 to {MOST_LABELS} labels of {base.hidden_size} numbers each"
@@ -237,7 +268,7 @@ def place_head(
     elif base.num_classes not in (0, labels):
         message = f"{name}: {labels} labels; the base model has {base.num_classes}"
         findings.add("shape_mismatch", name, message)
-    return tensor
+    return labels
 
 
 def saved_norms(config: PeftConfig, base: BaseSpec) -> tuple[BaseNorm, ...]:

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from loraplex.adapters.base import ANY_EXPERT, BaseModule, BaseSpec, base_modules
-from loraplex.adapters.classes import HEAD_OF_CLASSES
 from loraplex.adapters.peft.targeting import aliases, holders
 from loraplex.adapters.peft.tensor_names import (
     Naming,
@@ -30,8 +29,9 @@ class SortedTensors(msgspec.Struct, frozen=True):
     pairs: path in the base -> side -> tensor. copies: short name -> a copy of the base's own
     weights. has_experts: some pairs are of modules that each expert has. biases: path -> the
     module's own bias, with its name. tables, rows: short name -> what the adapter has of a
-    table, whole or for some tokens. head: of a classifier. norms: path -> the weight that the
-    adapter has of a norm. of_images: modules of a part for images, which are left out.
+    table, whole or for some tokens. head: of a classifier, by the names of `ScoreParts`. norms:
+    path -> the weight that the adapter has of a norm. of_images: modules of a part for images,
+    which are left out.
     """
 
     naming: Naming
@@ -41,7 +41,7 @@ class SortedTensors(msgspec.Struct, frozen=True):
     biases: Mapping[str, tuple[TensorInfo, TensorName]] = {}
     tables: Mapping[str, TensorInfo] = {}
     rows: Mapping[str, TensorInfo] = {}
-    head: TensorInfo | None = None
+    head: Mapping[str, TensorInfo] = {}
     norms: Mapping[str, TensorInfo] = {}
     of_images: frozenset[str] = frozenset()
 
@@ -56,8 +56,9 @@ def sort_tensors(
 ) -> SortedTensors:
     """Finds the module of each tensor; tensors of no module are added to `findings`.
 
-    own: tables, norms and the score head that the adapter may have whole. Tables go by short
-    names, norms by paths. text_part_only: LoRA of a part for images is left out.
+    own: tables, norms and tensors of the score head that the adapter may have whole. Tables go by
+    short names, norms by paths, tensors by their names in the base. text_part_only: LoRA of a part
+    for images is left out.
     """
     named = [(tensor, parse_tensor_name(tensor.name)) for tensor in tensors]
     spelling = spelling_of(name for _, name in named if name is not None)
@@ -93,7 +94,7 @@ class _Sorter:
         self.biases: dict[str, tuple[TensorInfo, TensorName]] = {}
         self.tables: dict[str, TensorInfo] = {}
         self.rows: dict[str, TensorInfo] = {}
-        self.head: TensorInfo | None = None
+        self.head: dict[str, TensorInfo] = {}
         self.norms: dict[str, TensorInfo] = {}
         self._norms = frozenset(norm.path for norm in base.norms) & own
         self._own = own
@@ -115,12 +116,12 @@ class _Sorter:
     def add(self, tensor: TensorInfo, name: TensorName | None) -> None:
         path = None if name is None else meant_by_any(name.path)
         path = self._aliases.get(path or "", path)
-        if name is not None and self._is_beside_own(name):
+        if name is not None and (self._is_beside_own(name) or path in self._base.unread):
             return
         if name is None or path is None:
             self._findings.add(*self._unknown(tensor.name, name, path))
-        elif path == HEAD_OF_CLASSES and path in self._own and name.is_weight:
-            self._add_head(tensor, name)
+        elif _whole_name(path, name) in self._own and not name.side:
+            self._add_head(tensor, name, _whole_name(path, name))
         elif path in self._norms and name.is_weight:
             self._add_norm(tensor, name, path)
         elif name.is_bias and path in self._table:
@@ -158,11 +159,11 @@ class _Sorter:
         elif self._is_spelled_alike(tensor, name):
             found[module.name] = tensor
 
-    def _add_head(self, tensor: TensorInfo, name: TensorName) -> None:
-        if self.head is not None:
-            self._add_duplicate(tensor, self.head)
+    def _add_head(self, tensor: TensorInfo, name: TensorName, whole: str) -> None:
+        if whole in self.head:
+            self._add_duplicate(tensor, self.head[whole])
         elif self._is_spelled_alike(tensor, name):
-            self.head = tensor
+            self.head[whole] = tensor
 
     def _add_norm(self, tensor: TensorInfo, name: TensorName, path: str) -> None:
         if path in self.norms:
@@ -259,6 +260,11 @@ class _Sorter:
                 f"{stored_name}: {name.path} belongs to the part for images, which is not served"
             )
         return "unknown_module", stored_name, message
+
+
+def _whole_name(path: str, name: TensorName) -> str:
+    """The name in the base of a tensor of its own weights."""
+    return f"{path}.{'bias' if name.is_bias else 'weight'}"
 
 
 def _expert_of(path: str) -> tuple[str, int]:

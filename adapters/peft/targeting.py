@@ -203,8 +203,7 @@ def targeted_paths(matcher: Targeting, base: BaseSpec, naming: Naming) -> dict[s
 
     Keys are paths in the base. Patterns of rank and alpha are matched with the names.
     """
-    tables = {shape.path for shape in base.model_modules.values()}
-    targeted = {}
+    tables, targeted = base.tables, dict[str, str]()
     names = chain(((path, path) for path in module_paths(base)), aliases(base))
     for name, path in names:
         spelled = naming.spelled(name)

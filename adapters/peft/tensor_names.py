@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from loraplex.adapters.classes import HEAD_OF_CLASSES
+from loraplex.adapters.classes import HEAD_OF_CLASSES, HEADS_OF_ENCODERS
 
 # torch.compile, FSDP, activation checkpointing, Lightning, DDP and DeepSpeed.
 _WRAPPERS = re.compile(
@@ -42,7 +42,8 @@ _DEFAULT_ADAPTER = "default"
 # What the body of a decoder holds, in every model.
 _LAYERS = "layers."
 _OF_BODY = ("embed_tokens", "norm")
-_BODY, _HEADS = "model.", ("lm_head", HEAD_OF_CLASSES)
+_BODY, _POOLER = "model.", "pooler"
+_HEADS = ("lm_head", HEAD_OF_CLASSES, *(head for head in HEADS_OF_ENCODERS if head != _POOLER))
 _EMBEDDING = "embed_tokens"
 _WITHIN = "the text model within a larger model"
 # Begins of names in MLPs of GPT-2 and its kin.
@@ -110,7 +111,7 @@ class Naming(msgspec.Struct, frozen=True):
             if rest == _EMBEDDING:
                 return self.body + self.embedding if self.embedding else None
             if not rest.startswith(_LAYERS):
-                return None if self.modules else self.body + rest
+                return None if self.modules and not _is_pooler(rest) else self.body + rest
             within = rest.removeprefix(_LAYERS)
             return self.body + self.layers + within if self._has(within) else None
         return None if self.head is None else self.head + path
@@ -125,14 +126,20 @@ class Naming(msgspec.Struct, frozen=True):
             return _BODY + rest
         if self.embedding and path == self.body + self.embedding:
             return _BODY + _EMBEDDING
+        if path.startswith(self.body) and _is_pooler(rest):
+            return _BODY + rest
         if self.head is None or not path.startswith(self.head):
             return None
         name = path.removeprefix(self.head)
-        return name if name in _HEADS else None
+        return name if name.partition(".")[0] in _HEADS else None
 
     def _has(self, within: str) -> bool:
         """Whether a layer of the model can have this module. within: from the layer's number on."""
         return not self.modules or within.partition(".")[2].startswith(self.modules)
+
+
+def _is_pooler(rest: str) -> bool:
+    return rest.partition(".")[0] == _POOLER
 
 
 _NEMOTRON = "a model with Nemotron-H's names"
@@ -167,6 +174,28 @@ NAMINGS = (
         "",
         modules=("attention.", "mlp.dense"),
         embedding="embed_in",
+    ),
+    *(
+        Naming(
+            "a model with BERT's names",
+            body,
+            "" if body else None,
+            "encoder.layer.",
+            ("attention.", "intermediate.", "output."),
+            "embeddings.word_embeddings",
+        )
+        for body in ("bert.", "roberta.", "electra.", "mpnet.", "deberta.", "")
+    ),
+    *(
+        Naming(
+            "a model with DistilBERT's names",
+            body,
+            "" if body else None,
+            "transformer.layer.",
+            ("attention.", "ffn."),
+            "embeddings.word_embeddings",
+        )
+        for body in ("distilbert.", "")
     ),
     Naming(
         "a model with ChatGLM's names",

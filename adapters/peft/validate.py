@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from loraplex.adapters.base import BaseSpec, base_modules
-from loraplex.adapters.classes import HEAD_OF_CLASSES
 from loraplex.adapters.manifest import SlabDtype
 from loraplex.adapters.peft.config import MAX_RANK, PeftConfig
 from loraplex.adapters.peft.lora_tensors import LoraTensors
@@ -20,6 +19,7 @@ from loraplex.adapters.peft.own_weights import (
     check_tables,
     own_head,
     saved_norms,
+    score_parts,
     whole_tables,
 )
 from loraplex.adapters.peft.placing import ModulePlacer
@@ -136,8 +136,9 @@ def place_tensors(
 
 
 def whole_modules(config: PeftConfig, base: BaseSpec) -> frozenset[str]:
-    """Short names of the modules that the adapter has, or may have, whole; of norms their paths."""
-    head = () if own_head(config) == "none" else (HEAD_OF_CLASSES,)
+    """Short names of tables that the adapter has, or may have, whole; of norms their paths; of a
+    score head names of tensors."""
+    head = () if own_head(config, base) == "none" else dict(score_parts(config, base).tensors)
     norms = (norm.path for norm in saved_norms(config, base))
     return whole_tables(config, base).union(head, norms)
 
@@ -155,7 +156,7 @@ def check_config(
         findings.add("unknown_target", key, f"{key} match no module of the base model")
     check_parameters(config.target_parameters, base, findings)
     _check_rank(matcher, base, limits, findings)
-    tables = {module.path for module in base.model_modules.values()}
+    tables = base.tables
     if config.ensure_weight_tying and any(
         tables & targeted.keys() for targeted in _all_targeted(matcher, base)
     ):
@@ -165,7 +166,7 @@ def check_config(
         _check_activation(matcher, base, findings)
     if config.use_dora or config.lora_bias or config.bias != "none":
         _check_outputs(matcher, base, findings)
-    check_head(config, findings)
+    check_head(config, base, findings)
     check_norms(config, base, findings)
     if config.modules_to_save or config.trainable_token_indices:
         paths = {path for targeted in _all_targeted(matcher, base) for path in targeted}

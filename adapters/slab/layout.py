@@ -16,9 +16,15 @@ from loraplex.adapters.manifest import (
     SlabDtype,
     SlabLayout,
 )
-from loraplex.adapters.peft.lora_tensors import B_BIAS, OWN_BIAS, OwnBias, OwnNorm, OwnTable
+from loraplex.adapters.peft.lora_tensors import (
+    B_BIAS,
+    OWN_BIAS,
+    OwnBias,
+    OwnNorm,
+    OwnScores,
+    OwnTable,
+)
 from loraplex.adapters.peft.validate import SlabRoom
-from loraplex.adapters.safetensors.header import TensorInfo
 from loraplex.adapters.token_rows import most_rows, rows_of_each
 
 ALIGNMENT = 256
@@ -66,7 +72,7 @@ class Packable(Protocol):
     @property
     def tables(self) -> Sequence[OwnTable]: ...
     @property
-    def head(self) -> TensorInfo | None: ...
+    def head(self) -> OwnScores | None: ...
     @property
     def norms(self) -> Sequence[OwnNorm]: ...
 
@@ -98,10 +104,7 @@ def make_layout(
             site = _unplaced(layer, role, modules, vectors)
             site = _place_site(site, base, ITEM_BYTES[dtype], cursor)
             sites.append(site if table is None else placer.place(site, table))
-    head = None if adapter.head is None else OwnHead(0, adapter.head.shape[0])
-    if head is not None:
-        nbytes = head_rows(head, base, ITEM_BYTES[dtype]).nbytes
-        head = msgspec.structs.replace(head, offset=cursor.place(nbytes))
+    head = None if adapter.head is None else _place_scores(adapter.head, ITEM_BYTES[dtype], cursor)
     norms = OwnNorms(0, tuple(norm.place for norm in adapter.norms)) if adapter.norms else None
     if norms is not None:
         nbytes = norm_rows(norms, base, ITEM_BYTES[dtype]).nbytes
@@ -180,10 +183,20 @@ def table_rows(site: SiteLayout, base: BaseSpec, item_bytes: int) -> PlacedMatri
     return PlacedMatrix(site.table_offset, shape, math.prod(shape) * item_bytes)
 
 
-def head_rows(head: OwnHead, base: BaseSpec, item_bytes: int) -> PlacedMatrix:
-    """Places a score head, `[labels, hidden]`. Each shard has the whole head."""
-    shape = (head.labels, base.hidden_size)
-    return PlacedMatrix(head.offset, shape, math.prod(shape) * item_bytes)
+def _place_scores(scores: OwnScores, item_bytes: int, cursor: "_Cursor") -> OwnHead:
+    """Places the tensors of a score head, which each shard has whole."""
+    numbers = tuple(number for number, _ in scores.tensors)
+    offsets = tuple(
+        cursor.place(math.prod(tensor.shape) * item_bytes) for _, tensor in scores.tensors
+    )
+    labels = scores.labels.shape[0]
+    return OwnHead(offsets[0], labels, scores.of_tokens, numbers[1:], offsets[1:])
+
+
+def head_rows(head: OwnHead, scores: OwnScores, item_bytes: int) -> Iterator[PlacedMatrix]:
+    """The places of a score head's tensors, in their order."""
+    for (_, tensor), offset in zip(scores.tensors, (head.offset, *head.offsets), strict=True):
+        yield PlacedMatrix(offset, tensor.shape, math.prod(tensor.shape) * item_bytes)
 
 
 def norm_rows(norms: OwnNorms, base: BaseSpec, item_bytes: int) -> PlacedMatrix:

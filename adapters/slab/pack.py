@@ -121,11 +121,12 @@ def all_regions(
     yield from _of_sites(adapter, base, layout, memory)
     if adapter.head is not None and layout.head is not None:
         item_bytes = ITEM_BYTES[layout.dtype]
-        placed = head_rows(layout.head, base, item_bytes)
-        for index in range(layout.shards):
-            head = _region(memory, placed, item_bytes, index * layout.shard_nbytes)
-            head.targets.append(SlabTarget(adapter.head, head.numbers, _rows(adapter.head)))
-            yield head
+        places = head_rows(layout.head, adapter.head, item_bytes)
+        for each, (_, tensor) in zip(places, adapter.head.tensors, strict=True):
+            for index in range(layout.shards):
+                head = _region(memory, each, item_bytes, index * layout.shard_nbytes)
+                head.targets.append(SlabTarget(tensor, head.numbers, _rows(tensor)))
+                yield head
     if layout.norms is not None:
         item_bytes = ITEM_BYTES[layout.dtype]
         placed = norm_rows(layout.norms, base, item_bytes)

@@ -3,6 +3,8 @@
 Runs on the event loop; long texts are encoded in threads.
 """
 
+import msgspec
+
 from loraplex.router.call import GenerationCall, RequestError, VectorCall
 from loraplex.router.generation.prompts import Prompt
 from loraplex.router.generation.vector_prompts import TextReader, unpadded
@@ -45,17 +47,20 @@ class _PairReader(TextReader):
         self.check_size(query, "query")
         document = self._shortened(document)
         before, after = self._around(query)
+        second = None
         if self._form.template:
             ids = self._model.encode(before + document + after, add_special_tokens=False)
             tail = len(self._model.encode(after, add_special_tokens=False)) if after else 0
         else:
-            ids = self._model.encode_pair(query, document)
+            ids, second = self._model.encode_pair(query, document)
             own = self._model.encode(document, add_special_tokens=False)
             tail = _behind(ids, own)
         if self._call.truncate is not None and len(ids) > self.most:
             room = self.most - tail
             ids = [*ids[: max(0, room)], *(ids[len(ids) - tail :] if tail else ())]
-        return unpadded(self.checked("", ids, field), self._model)
+        second = None if second is None else min(second, len(ids))
+        prompt = msgspec.structs.replace(self.checked("", ids, field), second=second)
+        return unpadded(prompt, self._model)
 
     def _shortened(self, document: str) -> str:
         most = self._vector.max_document_tokens

@@ -29,7 +29,8 @@ MAX_ENCODED = 4 << 20
 class Prompt(msgspec.Struct, frozen=True):
     """A prompt as the model reads it. text: as given or rendered (of token ids: decoded). parts:
     one for each id, where logprobs of the prompt are asked for. detokenizer: has read the
-    prompt, which an answer follows. rendered: of a chat.
+    prompt, which an answer follows. rendered: of a chat. second: place of the first token of a
+    pair's second text; None = the model marks none.
     """
 
     text: str
@@ -37,6 +38,7 @@ class Prompt(msgspec.Struct, frozen=True):
     parts: Sequence[str]
     detokenizer: Detokenizer | None = None
     rendered: Rendered = Rendered("")
+    second: int | None = None
 
 
 async def build_prompts(

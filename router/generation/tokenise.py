@@ -221,7 +221,7 @@ def _read(
             sampling=call.sampling,
             seed=0,
             adapter_from=adapter_from(prompt.ids, _invocation(adapter)),
-            vector=reading.params,
+            vector=msgspec.structs.replace(reading.params, second=prompt.second),
         )
         for index, prompt in enumerate(prompts)
     ]

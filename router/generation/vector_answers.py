@@ -83,10 +83,12 @@ class _Angles(msgspec.Struct, frozen=True):
 
 
 class _Classes(msgspec.Struct, frozen=True):
-    """Scores of a classifier, as probabilities."""
+    """Scores of a classifier, as probabilities. labels: of each token, one token after the other;
+    0 = a text has one score for each label."""
 
     activation: Literal["softmax", "sigmoid", "none"]
-    params: VectorParams = VectorParams("scores")
+    labels: int
+    params: VectorParams
 
     def numbers(self, vectors: Sequence[bytes]) -> list[tuple[float, ...]]:
         return [tuple(self._activated(numbers_of(raw)).tolist()) for raw in vectors]
@@ -94,8 +96,9 @@ class _Classes(msgspec.Struct, frozen=True):
     def _activated(self, scores: np.ndarray) -> np.ndarray:
         scores = scores.astype(np.float64)
         if self.activation == "softmax":
-            powers = np.exp(scores - scores.max())
-            found: np.ndarray = powers / powers.sum()
+            of_each = scores.reshape(-1, self.labels or len(scores))
+            powers = np.exp(of_each - of_each.max(axis=1, keepdims=True))
+            found: np.ndarray = (powers / powers.sum(axis=1, keepdims=True)).flatten()
             return found
         return _sigmoid(scores) if self.activation == "sigmoid" else scores
 
@@ -117,7 +120,7 @@ def vector_reading(call: VectorCall, card: ModelCard) -> VectorReading | None:
     RequestError.
     """
     if call.use == "classes":
-        return None if card.classes is None else _Classes(_activation(call, card.classes))
+        return _class_reading(call, card)
     if call.use == "fit":
         return _fit_reading(call, card)
     if card.vectors is None:
@@ -136,7 +139,16 @@ def _fit_reading(call: VectorCall, card: ModelCard) -> VectorReading | None:
         return None if card.vectors is None else _Angles(card.vectors, len(queries_of(call)))
     if card.pairs.by == "logits":
         return _Odds(VectorParams("logits", token_ids=card.pairs.token_ids), call.is_raw)
-    return None if card.classes is None else _Classes(_activation(call, card.classes))
+    return _class_reading(call, card)
+
+
+def _class_reading(call: VectorCall, card: ModelCard) -> VectorReading | None:
+    classes = card.classes
+    if classes is None:
+        return None
+    pooling = "all" if classes.of_tokens else card.score_pooling
+    labels = len(classes.labels) if classes.of_tokens else 0
+    return _Classes(_activation(call, classes), labels, VectorParams("scores", pooling))
 
 
 def _activation(call: VectorCall, classes: ClassForm) -> Literal["softmax", "sigmoid", "none"]:

@@ -6,6 +6,8 @@ Runs on the event loop; long texts are encoded in threads.
 
 from collections.abc import Sequence
 
+import msgspec
+
 from loraplex.router.call import GenerationCall, RequestError, VectorCall
 from loraplex.router.generation.prompts import MAX_ENCODED, Prompt, check_ids, input_field
 from loraplex.router.text.model import TextModel
@@ -102,7 +104,7 @@ def unpadded(prompt: Prompt, model: TextModel) -> Prompt:
     end = len(ids)
     while end > 1 and ids[end - 1] == pad:
         end -= 1
-    return prompt if end == len(ids) else Prompt(prompt.text, ids[:end], ())
+    return prompt if end == len(ids) else msgspec.structs.replace(prompt, ids=ids[:end])
 
 
 class TextReader:

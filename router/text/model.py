@@ -109,11 +109,14 @@ class TextModel:
         ids: list[int] = batch[0].ids
         return ids[self._repeated(ids) :] if add_special_tokens else ids
 
-    def encode_pair(self, text: str, other: str) -> list[int]:
-        """Token ids of two texts as one, with what the tokenizer puts around and between them."""
+    def encode_pair(self, text: str, other: str) -> tuple[list[int], int | None]:
+        """Token ids of two texts as one, with what the tokenizer puts around and between them; and
+        the place of the first that it marks as of the second text, None = it marks none.
+        """
         batch = self._tokenizer.encode_batch_fast([(text, other)], add_special_tokens=True)
-        ids: list[int] = batch[0].ids
-        return ids
+        types = batch[0].type_ids
+        marks = self.card.token_types > 1 and 1 in types
+        return batch[0].ids, types.index(1) if marks else None
 
     def encode_parts(self, text: str, add_special_tokens: bool) -> tuple[list[int], list[str]]:
         """Token ids of a text, and the part of the text that each stands for: together all of it.

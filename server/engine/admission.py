@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from loraplex.server.engine.executor import ExecutorLimits
 from loraplex.server.engine.memory.room import pages_held, tokens_that_fit
-from loraplex.server.protocol import ErrorCode, GenerateRequest, SamplingParams
+from loraplex.server.protocol import ErrorCode, GenerateRequest, SamplingParams, VectorParams
 
 # Alternatives of the tokens of one event, drafts too, must fit a frame.
 MAX_TOP_LOGPROBS = 1 << 16
@@ -158,14 +158,33 @@ def _bad_vector(request: GenerateRequest, limits: ExecutorLimits) -> str | None:
     sampling = request.sampling
     if sampling.max_tokens or request.accepted_ids or sampling.prompt_logprobs is not None:
         return "vector: expected max_tokens 0, and neither accepted_ids nor prompt_logprobs"
-    if vector.pooling == "mean" and vector.kind != "hidden":
-        return f"vector: a mean is of hidden states, not of {vector.kind}"
+    problem = _bad_pooling(vector, limits) or _bad_parts(vector, len(request.prompt_ids))
+    if problem is not None:
+        return problem
+    if vector.kind == "scores" and not limits.num_classes and request.adapter is None:
+        return "vector: the model has no score head"
+    return None
+
+
+def _bad_parts(vector: VectorParams, prompt_len: int) -> str | None:
+    if not 0 <= (vector.second or 0) <= prompt_len:
+        return f"vector: expected a place in the prompt, got {vector.second}"
     if (vector.kind == "logits") is not bool(vector.token_ids):
         return "vector: expected token_ids with logits, and with nothing else"
     if len(vector.token_ids) > MAX_VECTOR_TOKEN_IDS:
         return f"vector: expected at most {MAX_VECTOR_TOKEN_IDS} token ids"
-    if vector.kind == "scores" and not limits.num_classes and request.adapter is None:
-        return "vector: the model has no score head"
+    return None
+
+
+def _bad_pooling(vector: VectorParams, limits: ExecutorLimits) -> str | None:
+    if vector.pooling == "all" and vector.kind != "scores":
+        return f"vector: each token has scores, not {vector.kind}"
+    if not limits.is_causal or vector.pooling == "last":
+        return None
+    if vector.pooling != "mean":
+        return f"vector: {vector.pooling} needs tokens that see all others"
+    if vector.kind != "hidden":
+        return f"vector: a mean is of hidden states, not of {vector.kind}"
     return None
 
 

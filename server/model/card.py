@@ -76,6 +76,8 @@ def model_card(
         vectors=vectors,
         classes=config.classes,
         pad_token_id=config.pad_token_id,
+        score_pooling=config.scores[0].pooling,
+        token_types=config.embedding.num_types,
         pairs=pair_form(config, names, sentence, wishes.pairs, tokenizer.token_to_id),
     )
 

@@ -68,6 +68,7 @@ class PreparedStep(Generic[L, Y]):
     factor: float
     scalar: float
     reads_last: bool
+    after: Norm | None
 
     @property
     def sums_normed(self) -> bool:
@@ -118,7 +119,7 @@ class Decoder(Generic[P, L, Y]):
         own = (weights.own or ((None, None),) * len(weights.branches))[int(mixer is not None) :]
         norms = weights.pre, weights.post, own
         rule = spec.factor, weights.scalar, spec.reads_last
-        return PreparedStep(mixer, tuple(feed_forwards), *norms, *rule)
+        return PreparedStep(mixer, tuple(feed_forwards), *norms, *rule, after=weights.after)
 
     def forward(
         self,
@@ -193,8 +194,13 @@ class Decoder(Generic[P, L, Y]):
             hidden = torch.where(embedded.is_given, embedded.hidden, hidden)
         if self._embedding_scale != 1.0:
             hidden = hidden * self._embedding_scale
-        if self.weights.positions is not None:
-            hidden = hidden + self.weights.positions[positions]
+        beside = self.weights.embedding
+        if beside.positions is not None:
+            hidden = hidden + beside.positions[positions]
+        if beside.norm is not None:
+            hidden = self.ops.norm(hidden, beside.norm)
+        if beside.projection is not None:
+            hidden = beside.projection.run(hidden)
         return self._up_to_mixer(0, self._normed(0, hidden, lora), hidden, lora)
 
     def after_mixer(
@@ -261,7 +267,10 @@ class Decoder(Generic[P, L, Y]):
         norm = self.weights.norm if is_last else self._steps[number + 1].pre
         if not step.sums_normed:
             delta = self.ops.reduce(delta)
-        if step.scalar == 1.0:
+        if step.after is not None:
+            hidden, _ = self.ops.add_norm(delta, hidden, step.after, step.post, step.factor)
+            normed = hidden if norm is None else self.ops.norm(hidden, norm)
+        elif step.scalar == 1.0:
             normed, hidden = self.ops.add_norm(delta, hidden, norm, step.post, step.factor)
         else:
             _, hidden = self.ops.add_norm(delta, hidden, None, step.post, step.factor)

@@ -36,6 +36,7 @@ from loraplex.server.model.sampling.masks import MaskMemory
 from loraplex.server.model.sampling.pooling import PooledSlice, Pooler, pooled_slices
 from loraplex.server.model.sampling.results import Held, HostVectors, PromptLogprobs, StepTicket
 from loraplex.server.model.sampling.sampler import Drawn, Sampler, ScoredSlice
+from loraplex.server.model.sampling.score_heads import ScoreHeads
 from loraplex.server.model.sampling.to_draw import ToDraw
 from loraplex.server.model.start import (
     WeightsLoader,
@@ -101,7 +102,7 @@ class TorchExecutor:
         self._row_sizes = built.row_sizes
         self._parameters = parts.parameters
         self._sampler = Sampler(self._rows, self._parameters, built.draws)
-        self._pooler = Pooler(self._head, self.device)
+        self._pooler = Pooler(ScoreHeads(built.decoder, self._table).scores, self.device)
         self._masks = MaskMemory(self.limits.most_decodes, self.device)
         vectors = OutputVectors(parts.weights, self._table.sites).pieces
         self._copies = AdapterCopies(self._table, host_arena, vectors)
@@ -220,11 +221,6 @@ class TorchExecutor:
         self._graphs = self._token_graphs = None
         self._group.close()
 
-    def _head(self, slot: int) -> torch.Tensor | None:
-        """The head of a classifier, `[labels, hidden]`: an adapter's own, else the base's."""
-        own = self._table.head(slot)
-        return self._decoder.weights.score if own is None else own
-
     def _replay(self, batch: DecodeBatch, slices: Sequence[SeqSlice]) -> StepTicket:
         """A step of decodes alone: greedy rows are done in the graph, the others after it, in one
         draw once all masks are there. What the graph has chosen for these is written over."""
@@ -264,8 +260,9 @@ class TorchExecutor:
         scored = _scored(step, self._rows)
         pooled = pooled_slices(step, self._rows.prompt_len)
         wanted = _wanted(step, scored, pooled)
+        layout = self._of_pairs(step)
         forward = self._token_graphs.forward if captured else partial(self._forward, meanwhile)
-        normed = forward(token_ids, step.layout, step.token_slots, padded(wanted, sizes))
+        normed = forward(token_ids, layout, step.token_slots, padded(wanted, sizes))
 
         def hidden_of(tokens: np.ndarray) -> torch.Tensor:
             """Return hidden states of the tokens, and what pads them."""
@@ -300,6 +297,19 @@ class TorchExecutor:
             chosen = np.ones(len(places), dtype=bool)
             drawn, held = None, Held(rows, places, waiting[places], chosen, token_ids)
         return self._ticket(step.order.tolist(), places, drawn, prompts, held, vectors)
+
+    def _of_pairs(self, step: Step) -> StepLayout:
+        """The layout, in which positions of second texts lie behind those of first ones, as in
+        `EmbeddingWeights.positions`."""
+        embedding, seconds = self._decoder.spec.embedding, step.second_texts
+        table = self._decoder.weights.embedding.positions
+        if embedding.num_types < 2 or not seconds or table is None:
+            return step.layout
+        behind = np.zeros(len(step.token_slots), dtype=np.int64)
+        for begin, end in seconds:
+            behind[begin:end] = len(table) // embedding.num_types
+        positions = step.layout.positions + to_device(behind, self.device)
+        return replace(step.layout, positions=positions)
 
     def _forward(
         self,

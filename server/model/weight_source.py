@@ -66,6 +66,10 @@ class WeightSource:
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"cannot read the weights: {error}") from None
 
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint holds a tensor of this name."""
+        return name in self._stored
+
     def mapped(self, name: str) -> torch.Tensor:
         """Return a tensor as it is stored, in the file's memory."""
         path, stored = self._stored[name]
@@ -199,7 +203,7 @@ class WeightSource:
             raise CheckpointError(f"{path}: {error}") from None
 
     def _optional(self, name: str) -> torch.Tensor | None:
-        return self.mapped(name) if name in self._stored else None
+        return self.mapped(name) if self.has(name) else None
 
     def number(self, name: str) -> float:
         """The one number of a tensor, as the model's dtype holds it."""

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from loraplex.adapters.classes import SCORE
 from loraplex.adapters.sharding import WHOLE, Shard
 from loraplex.server.config import AtLoad
 from loraplex.server.model.checkpoint.checkpoint import stored_tensors, tables
@@ -31,6 +30,7 @@ from loraplex.server.model.spec.model_spec import (
     XIELU_TENSORS,
     AttentionSpec,
     Branch,
+    EmbeddingSpec,
     MlpSpec,
     ModelSpec,
     NormSpec,
@@ -101,6 +101,7 @@ class StepWeights:
     post: Norm | None
     own: tuple[tuple[Norm | None, Norm | None], ...] = ()
     scalar: float = 1.0
+    after: Norm | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,19 +131,37 @@ class LayerWeights:
         return tuple(chain.from_iterable(branch.linears for branch in self.branches))
 
 
+# Tensors of a score head by their names in `ScoreSpec.tensors`.
+ScoreTensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingWeights:
+    """Weights beside the table of an embedding. positions: what positions add, `[types * positions,
+    size]`: those of a first text, then those of a second one."""
+
+    positions: torch.Tensor | None = None
+    norm: Norm | None = None
+    projection: Linear | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """Weights of the device's part of a model. embed: `[vocab, hidden]`; the head's matrix is the
-    same tensor when they are tied. score: a classifier's head, `[classes, hidden]`.
-    positions: what positions add, `[positions, hidden]`.
+    """Weights of the device's part of a model. embed: `[vocab, size]`; the head's matrix is the
+    same tensor when they are tied. score: what the checkpoint has of score heads.
     """
 
     embed: torch.Tensor
     layers: tuple[LayerWeights, ...]
     norm: Norm
     lm_head: Linear
-    score: torch.Tensor | None = None
-    positions: torch.Tensor | None = None
+    score: ScoreTensors
+    embedding: EmbeddingWeights = EmbeddingWeights()
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """The matrices that every token is multiplied with."""
+        return tuple(chain.from_iterable(layer.linears for layer in self.layers))
 
 
 def load_weights(
@@ -182,10 +201,26 @@ def load_weights(
         head = DenseLinear(embed) if model.head.tied else source.linear(model.head.linear)
         if model.head.is_normed and isinstance(head, DenseLinear):
             head.weight.copy_(functional.normalize(head.weight.float()))
-        score = None if model.classes is None else source.get(SCORE)
-        norm, added = _norm(source, model.norm), model.embedding.positions
-        positions = None if added is None else source.get(added.tensor)[added.first :]
-        return ModelWeights(embed, tuple(layers), norm, head, score, positions)
+        norm = _norm(source, model.norm)
+        beside = _load_embedding(source, model.embedding)
+        return ModelWeights(embed, tuple(layers), norm, head, _load_scores(source, model), beside)
+
+
+def _load_scores(source: WeightSource, model: ModelSpec) -> ScoreTensors:
+    of_labels = model.own_score.tensors(0, 0) if model.own_score is not None else ()
+    names = dict.fromkeys((*(name for name, _ in of_labels), *model.optional_tensors()))
+    return {name: source.get(name) for name in names if source.has(name)}
+
+
+def _load_embedding(source: WeightSource, spec: EmbeddingSpec) -> EmbeddingWeights:
+    places, types = spec.positions, spec.types
+    added = None if places is None else source.get(places.tensor)[places.first :]
+    if types is not None:
+        of_types = source.get(types.tensor)[:, None]
+        added = (of_types if added is None else of_types + added).flatten(0, 1)
+    norm = None if spec.norm is None else _norm(source, spec.norm)
+    projection = None if spec.projection is None else source.linear(spec.projection)
+    return EmbeddingWeights(added, norm, projection)
 
 
 def _load_layer(source: WeightSource, model: ModelSpec, index: int) -> LayerWeights:
@@ -199,6 +234,7 @@ def _load_layer(source: WeightSource, model: ModelSpec, index: int) -> LayerWeig
             optional(step.post),
             tuple((optional(norms.pre), optional(norms.post)) for norms in step.own),
             source.number(layer_path(index, step.scalar)) if step.scalar else 1.0,
+            optional(step.after),
         )
         for step in model.layers[index].steps
     )

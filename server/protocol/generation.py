@@ -96,7 +96,8 @@ ErrorCode = Literal[
 BACKGROUND_PRIORITY = 500
 
 
-Pooling = Literal["last", "mean"]
+TextPooling = Literal["last", "mean", "first", "max"]
+Pooling = Literal[TextPooling, "all"]
 # What numbers are wanted of a prompt: the last norm's output, what the score head makes of it, or
 # the logits of some tokens.
 VectorKind = Literal["hidden", "scores", "logits"]
@@ -105,13 +106,17 @@ VectorKind = Literal["hidden", "scores", "logits"]
 class VectorParams(msgspec.Struct, frozen=True, array_like=True):
     """Numbers of the prompt that a sequence ends with in place of an answer.
 
-    pooling: of the prompt's last token, or the mean over all of its tokens (of `hidden` alone).
-    token_ids: those whose `logits` are wanted.
+    pooling: of the prompt's last token or its first one, the mean or the largest numbers over all
+    of its tokens; or the scores of each token, one after the other. Tokens that see none behind
+    them have `last`, and `mean` of `hidden`.
+    token_ids: those whose `logits` are wanted. second: the first token of a pair's second text;
+    None = there is one text.
     """
 
     kind: VectorKind = "hidden"
     pooling: Pooling = "last"
     token_ids: tuple[int, ...] = ()
+    second: int | None = None
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, tag="gr"):

@@ -8,7 +8,7 @@ from loraplex.adapters.chat.conversation import DEFAULT_TEMPLATE, MessageForm
 from loraplex.adapters.classes import ClassForm as ClassForm
 from loraplex.adapters.classes import OwnClasses
 from loraplex.server.protocol.adapters import TierState
-from loraplex.server.protocol.generation import Pooling
+from loraplex.server.protocol.generation import Pooling, TextPooling
 
 # What a model gives: the last are scores of documents.
 Gift = Literal["text", "vectors", "classes", "fits"]
@@ -131,7 +131,7 @@ class VectorForm(msgspec.Struct, frozen=True):
 
     size: int
     max_tokens: int
-    pooling: Pooling = "last"
+    pooling: TextPooling = "last"
     normalises: bool = True
     prompts: dict[str, str] = {}
     default_prompt: str | None = None
@@ -164,7 +164,8 @@ class ModelCard(msgspec.Struct, frozen=True):
     sampling_defaults: its authors' advice, by names of SamplingParams; suppressed_token_ids are
     never drawn. remarks: on advice that is not followed. weights: how they are quantised, "" = not.
     writes: whether it gives text. vectors, classes, pairs: how it gives those; None = it does not.
-    pad_token_id: see `ClassForm`.
+    pad_token_id: see `ClassForm`. score_pooling: what score heads read of a text. token_types: 2 =
+    the model marks which tokens are of a pair's second text.
     """
 
     base_digest: str
@@ -192,12 +193,15 @@ class ModelCard(msgspec.Struct, frozen=True):
     classes: ClassForm | None = None
     pairs: PairForm | None = None
     pad_token_id: int | None = None
+    score_pooling: Pooling = "last"
+    token_types: int = 1
 
     def with_head(self, own: OwnClasses) -> "ModelCard":
         """The card of the model under an adapter with a score head of its own: a classifier."""
         classes = own.over(self.classes, self.pad_token_id)
         form = PairForm("scores") if self.pairs is None else self.pairs
-        pairs = PairForm("scores", (), form.template, form.instruction) if own.count == 1 else None
+        is_fit = own.count == 1 and not own.of_tokens
+        pairs = PairForm("scores", (), form.template, form.instruction) if is_fit else None
         return msgspec.structs.replace(
             self, writes=False, vectors=None, classes=classes, pairs=pairs
         )

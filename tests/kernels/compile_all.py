@@ -31,6 +31,7 @@ from loraplex.server.kernels.attention.rope_append import rope_append
 from loraplex.server.kernels.attention.rope_append_lora import rope_append_lora
 from loraplex.server.kernels.attention.rotation import QkNorm, Rotation
 from loraplex.server.kernels.attention.scores import ScoreRule
+from loraplex.server.kernels.attention.whole_attention import whole_attention
 from loraplex.server.kernels.launch.compile_ahead import compiled_together
 from loraplex.server.kernels.launch.configs import (
     KernelConfigs,
@@ -313,6 +314,16 @@ def prompts(capability: int) -> None:
             prompt_attention(q, CachePages(pages, pages), *context)
 
 
+def whole_texts() -> None:
+    """Of padded head sizes, with and without a window and a soft cap; with biases."""
+    tiles, biases = torch.zeros(4, 3, dtype=torch.int32), torch.zeros(8, 15)
+    for head_dim in (32, 64, 96, 256):
+        qkv = torch.zeros(8, 12, head_dim, dtype=DTYPE)
+        for rule, added in ((FULL.rule, None), (PLAIN.rule, None), (PLAIN.rule, biases)):
+            out = torch.zeros(8, 8 * head_dim, dtype=DTYPE)
+            whole_attention(qkv, (8, 2), tiles, rule, added, out)
+
+
 def experts(early: bool) -> None:
     """Products of few rows and of many, with and without an activation; LoRA."""
     table, slots = LoraTable(2, 8, CPU), torch.zeros(4, dtype=torch.int32)
@@ -409,6 +420,7 @@ def main() -> None:
         lora(configs, "mixed", 300)
         lora(configs, "decode", 256)
         prompts(capability)
+        whole_texts()
         experts(configs.programmatic_launch)
         states()
         step()

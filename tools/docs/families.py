@@ -75,7 +75,11 @@ def _blocks(known: KnownModel) -> str:
         "norms before and behind branches": any(
             step.pre is not None and step.post is not None for step in model.steps
         ),
-        "norms behind branches": all(step.pre is None for step in model.steps),
+        "tokens that see all others": not model.is_causal,
+        "norms of residual sums": any(step.after is not None for step in model.steps),
+        "norms behind branches": all(
+            step.pre is None and step.post is not None for step in model.steps
+        ),
         "parallel branches": any(len(step.branches) > 1 and _attends(step) for step in model.steps),
         "attention and Mamba-2 side by side": any(step.reads_last for step in model.steps),
         "a norm for each branch": any(step.own for step in model.steps if _attends(step)),
@@ -94,6 +98,7 @@ def _blocks(known: KnownModel) -> str:
         "soft caps": model.head.softcap is not None
         or any(of.softcap is not None for of in attentions),
         "learned positions": model.embedding.positions is not None,
+        "two types of tokens": model.embedding.num_types > 1,
         "a scaled embedding": model.embedding.scale != 1.0,
         "an MLP without gate": any(not feed.is_gated for feed in mlps),
         **{of.activation: of.activation != "silu" for of in mlps},
@@ -120,5 +125,5 @@ def _example(known: KnownModel) -> str:
 
 
 def _kv_bytes(model: ModelSpec) -> int:
-    attentions = model.attentions.values()
+    attentions = model.attentions.values() if model.is_causal else ()
     return sum(layer_token_bytes(attention, "bfloat16", "auto") for attention in attentions)

@@ -33,6 +33,7 @@ from loraplex.server.model.spec.linear_spec import MXFP4_BLOCK, LinearSpec
 from loraplex.server.model.spec.model_spec import (
     AttentionSpec,
     Branch,
+    EmbeddingSpec,
     LayerSpec,
     MlpSpec,
     ModelSpec,
@@ -45,6 +46,7 @@ from loraplex.server.model.state_weights import ShortConvWeights, delta_net_weig
 from loraplex.server.model.weights import (
     AttentionWeights,
     BranchWeights,
+    EmbeddingWeights,
     LayerNorm,
     LayerWeights,
     MlpWeights,
@@ -64,13 +66,13 @@ def random_weights(model: ModelSpec, dtype: torch.dtype, device: torch.device) -
     """Makes every tensor of `model` in `dtype` on `device`: matrices of N(0, 0.02^2), biases of
     zeros, norms of ones. Matrices of layers are quantised as `model` says."""
     make = _RandomWeights(dtype, device, model.quantisation)
-    embed = make.matrix(model.embedding.num_rows, model.hidden_size)
+    embedding = model.embedding
+    embed = make.matrix(embedding.num_rows, embedding.size)
     head = DenseLinear(embed) if model.head.tied else make.linear(model.head.linear)
     layers = (make.layer(index, layer) for index, layer in enumerate(model.layers))
-    added = model.embedding.positions
-    positions = None if added is None else make.matrix(added.rows, model.hidden_size)[added.first :]
-    norm = make.norm(model.norm)
-    return ModelWeights(embed, tuple(layers), norm, head, positions=positions)
+    return ModelWeights(
+        embed, tuple(layers), make.norm(model.norm), head, {}, make.embedding(embedding)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,13 @@ class _RandomWeights:
         bias = self._bias(spec.size) if spec.bias else None
         return LayerNorm(self._ones(spec.size), bias, spec.epsilon)
 
+    def embedding(self, spec: EmbeddingSpec) -> EmbeddingWeights:
+        places = spec.positions
+        rows = 0 if places is None else spec.num_types * (places.rows - places.first)
+        projection = None if spec.projection is None else self.linear(spec.projection)
+        added = self.matrix(rows, spec.size) if rows else None
+        return EmbeddingWeights(added, self._optional(spec.norm), projection)
+
     def layer(self, index: int, spec: LayerSpec) -> LayerWeights:
         steps = (
             StepWeights(
@@ -120,6 +129,7 @@ class _RandomWeights:
                 self._optional(step.pre),
                 self._optional(step.post),
                 tuple((self._optional(each.pre), self._optional(each.post)) for each in step.own),
+                after=self._optional(step.after),
             )
             for step in spec.steps
         )

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from loraplex.adapters.violations import shown
 from loraplex.server.model.spec.vector_forms import SentenceFiles
-from loraplex.server.protocol import Pooling
+from loraplex.server.protocol import TextPooling
 
 MODULES_FILE = "modules.json"
 PROMPTS_FILE = "config_sentence_transformers.json"
@@ -20,7 +20,12 @@ _MAX_PROMPTS = 256
 # By their names in `modules.json`, without the package.
 _TRANSFORMER, _POOLING, _NORMALIZE, _LOGITS = "Transformer", "Pooling", "Normalize", "LogitScore"
 _TASKS = ("feature-extraction", "text-generation", "sequence-classification")
-_MODES: dict[str, Pooling] = {"lasttoken": "last", "mean": "mean"}
+_MODES: dict[str, TextPooling] = {
+    "lasttoken": "last",
+    "mean": "mean",
+    "cls": "first",
+    "max": "max",
+}
 # How each mode was spelled in older files.
 _OLD_MODES = {
     "pooling_mode_cls_token": "cls",
@@ -89,7 +94,7 @@ def _modules(folder: Path) -> list[_Module]:
     return found
 
 
-def _read_pooling(path: Path) -> Pooling:
+def _read_pooling(path: Path) -> TextPooling:
     name = f"{path.parent.name}/{path.name}"
     table = _table(path, name)
     modes = table.get("pooling_mode")
@@ -97,7 +102,9 @@ def _read_pooling(path: Path) -> Pooling:
         modes = [mode for key, mode in _OLD_MODES.items() if table.get(key)] or ["mean"]
     modes = [modes] if isinstance(modes, str) else modes
     if not isinstance(modes, list) or len(modes) != 1 or modes[0] not in _MODES:
-        raise ValueError(f"{name}: pooling_mode must be lasttoken or mean, got {shown(modes)}")
+        raise ValueError(
+            f"{name}: pooling_mode must be one of {', '.join(_MODES)}, got {shown(modes)}"
+        )
     pooling = _MODES[modes[0]]
     if pooling == "mean" and table.get("include_prompt") is False:
         raise ValueError(f"{name}: a mean without the prompt (include_prompt) is not served")

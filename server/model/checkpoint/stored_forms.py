@@ -68,7 +68,9 @@ def _as_named(path: str, form: WeightForm, stored: Mapping[str, StoredTensor]) -
 
 def expected_tensors(model: ModelSpec, forms: StoredForms) -> dict[str, Expected]:
     """Every tensor that the checkpoint must or may hold."""
-    expected = {name: Expected((shape,)) for name, shape in model.tensors().items()}
+    optional = model.optional_tensors().items()
+    expected = {name: Expected((shape,), optional=True) for name, shape in optional}
+    expected |= {name: Expected((shape,)) for name, shape in model.tensors().items()}
     for matrix in model.matrices():
         form = forms.get(matrix.path)
         if form is not None:

@@ -71,6 +71,7 @@ def check_tensors(folder: Path, shards: Sequence[ModelFile], model: ModelSpec) -
     # Of a head that is tied, or that nobody asks.
     ignored = {model.head.tensor} if model.head.tied else set()
     ignored |= set(filter(_SCALES.fullmatch, stored))
+    ignored |= set(filter(re.compile(model.unread).fullmatch, stored))
     others = [name for name in stored if name not in expected and name not in ignored]
     beyond = _predicting_layers(others, model)
     left_out = tuple(

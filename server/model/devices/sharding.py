@@ -52,6 +52,8 @@ def check_shards(model: ModelSpec, count: int) -> None:
 
 def shard_counts(model: ModelSpec) -> tuple[int, ...]:
     """Numbers of devices that can share the model, 1 first."""
+    if not model.is_decoder:  # small, and a score head is no table
+        return (1,)
     heads = {_heads(attention) for attention in model.attentions.values()}
     branches = {branch for layer in model.layers for branch in layer.branches}
     states = {branch for branch in branches if isinstance(branch, StateSpec)}

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from loraplex.adapters.classes import (
     MOST_LABELS,
+    MOST_TOKEN_LABELS,
     ClassForm,
     activation_said,
     labels_said,
@@ -20,8 +21,19 @@ from loraplex.adapters.classes import (
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.spec.model_spec import ModelSpec
 
-HeadForm = Literal["text", "none", "classes"]
+HeadForm = Literal["text", "none", "classes", "token classes"]
 _TEXTS, _CLASSES = ("ForCausalLM", "LMHeadModel"), "ForSequenceClassification"
+# Classes of encoders, by how they end.
+_ENCODERS = tuple(
+    f"{stem}Model" for stem in ("Bert", "Roberta", "RoBERTa", "MPNet", "Electra", "DebertaV2")
+)
+_OF_ENCODERS: dict[str, HeadForm] = {
+    "Model": "none",
+    "ForMaskedLM": "none",
+    "ForPreTraining": "none",
+    _CLASSES: "classes",
+    "ForTokenClassification": "token classes",
+}
 # Labels where `config.json` names none.
 _USUAL_LABELS = 2
 
@@ -30,6 +42,9 @@ def architectures_of(served: str) -> dict[str, HeadForm]:
     """Return the head form of each architecture, by name in small letters: the class that is
     served, and those of the same decoder.
     """
+    if served.endswith(_ENCODERS):
+        stem = served.removesuffix("Model")
+        return {f"{stem}{ending}".lower(): form for ending, form in _OF_ENCODERS.items()}
     found: dict[str, HeadForm] = {served.lower(): "text"}
     ending = next(filter(served.endswith, _TEXTS), None)
     if ending is not None:
@@ -60,21 +75,25 @@ def architecture_of(config: Mapping[str, Any], served: Sequence[str]) -> str:
 def with_head(model: ModelSpec, form: HeadForm, fields: Fields) -> ModelSpec:
     """Return the model with the padding token that the config states, and a head of this form.
 
-    "text": its own head stays. "none", "classes": the model writes no text, and "classes" are as
+    "text": its own head stays. Others: the model writes no text, and its classes are as
     the config says. `fields` collects what is refused.
     """
     model = replace(model, pad_token_id=pad_said(fields.config, model.vocab_size))
     if form == "text":
         return model
-    classes = None if form == "none" else _read_classes(fields, model.pad_token_id)
+    if form == "none":
+        classes = None
+    else:
+        classes = _read_classes(fields, model.pad_token_id, of_tokens=form == "token classes")
     return replace(model, head=replace(model.head, tied=True), writes=False, classes=classes)
 
 
-def _read_classes(fields: Fields, pad: int | None) -> ClassForm:
+def _read_classes(fields: Fields, pad: int | None, *, of_tokens: bool) -> ClassForm:
     labels = labels_said(fields.config, fields.refuse)
     count = len(labels) or int(fields.positive("num_labels", _USUAL_LABELS))
-    if count > MOST_LABELS:
-        fields.refuse(f"num_labels: at most {MOST_LABELS} are served, got {count}")
+    most = MOST_TOKEN_LABELS if of_tokens else MOST_LABELS
+    if count > most:
+        fields.refuse(f"num_labels: at most {most} are served, got {count}")
         count = 1
     said = activation_said(fields.config, fields.refuse)
-    return ClassForm(labels or unnamed(count), said or usual_activation(count), pad)
+    return ClassForm(labels or unnamed(count), said or usual_activation(count), pad, of_tokens)

@@ -12,6 +12,7 @@ from loraplex.server.model.families.family import Family, refuse_other_attention
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.families.head_forms import architecture_of, head_form, with_head
 from loraplex.server.model.families.readers import (
+    bert,
     exaone,
     falcon_h1,
     gemma,
@@ -56,6 +57,7 @@ FAMILIES: dict[str, Family] = {
     "apertus": Family("ApertusForCausalLM", ungated.read_apertus),
     "arcee": Family("ArceeForCausalLM", ungated.read_arcee),
     "Yi": Family("YiForCausalLM", hub_code.read_yi),
+    "bert": Family("BertModel", bert.read_bert),
     "bamba": Family("BambaForCausalLM", mamba.read),
     "baichuan": Family("BaichuanForCausalLM", hub_code.read_baichuan),
     "chatglm": Family(
@@ -126,11 +128,13 @@ FAMILIES: dict[str, Family] = {
     "qwen3_next": Family("Qwen3NextForCausalLM", qwen3_next.read_next),
     "qwen3_5_text": Family("Qwen3_5ForCausalLM", qwen3_next.read_dense),
     "qwen3_5_moe_text": Family("Qwen3_5MoeForCausalLM", qwen3_next.read_moe),
+    "roberta": Family("RobertaModel", bert.read_roberta),
     "seed_oss": Family("SeedOssForCausalLM", llama_kin.read_seed_oss),
     "smollm3": Family("SmolLM3ForCausalLM", smollm.read),
     "stablelm": Family("StableLmForCausalLM", layer_normed.read_stablelm),
     "starcoder2": Family("Starcoder2ForCausalLM", layer_normed.read_starcoder2),
     "vaultgemma": Family("VaultGemmaForCausalLM", gemma.read_vaultgemma),
+    "xlm-roberta": Family("XLMRobertaModel", bert.read_roberta),
     "xverse": Family("XverseForCausalLM", hub_code.read_xverse),
 }
 # Families that stand in a larger model alone.

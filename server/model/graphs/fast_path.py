@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 
 import torch
 import triton
@@ -104,8 +103,7 @@ class _Start:
         room = (most, max((most, *captured)))
         attention = PagedAttention(parts.model, parts.cache, backend, *room)
         reach = (limits.max_context, max(limits.max_step_tokens, sizes[-1], *prompt_sizes))
-        linears = chain.from_iterable(layer.linears for layer in parts.weights.layers)
-        forms = (_summed(parts), row_form(linears))
+        forms = (summed_sites(parts), row_form(parts.weights.linears))
         context = (parts.model, parts.cache, parts.table, attention, reach)
         ops = CudaOps(*context, *forms, states=parts.states)
         draws = CudaDraws(rows, parts.parameters, limits.most_decodes)
@@ -227,7 +225,8 @@ class _Start:
         return prompts_of(self.parts.rows, self.parts.limits.max_context, tokens)
 
 
-def _summed(parts: Parts) -> SummedSites:
+def summed_sites(parts: Parts) -> SummedSites:
+    """Sites whose output the devices of a group sum or norm together."""
     group = parts.group
     if group.shard.count == 1:
         return NONE_SUMMED

@@ -202,7 +202,7 @@ class TokenGraphs:
             first = layout.num_decodes  # they go to the end
             self._attention.fill(size, layout)
         self._token_ids[:tokens].copy_(token_ids.roll(-first))
-        if self._decoder.weights.positions is not None:
+        if self._decoder.weights.embedding.positions is not None:
             self._positions[:tokens].copy_(layout.positions.roll(-first))
         if captured.lora is not None:
             slots = np.full(size, -1, dtype=np.int32)

@@ -42,6 +42,19 @@ def run_steps(
         torch.cuda.synchronize()  # uploads come round
 
 
+def run_texts(
+    decoder: Decoder[Any, Any, Any], ops: "CudaOps", rows: Rows, limits: ExecutorLimits
+) -> None:
+    """Run steps of whole texts, as `run_steps` does."""
+    most = min(limits.max_step_tokens, limits.max_rows * limits.max_context)
+    for tokens in warm_sizes(most):
+        layout = prompts_of(rows, limits.max_context, tokens)
+        token_ids = torch.zeros(tokens, dtype=torch.int64, device=rows.device)
+        loras = ops.loras_to_warm(tokens) if limits.adapter_slots else []
+        for lora in (None, *loras):
+            decoder.forward(token_ids, ops.plan(layout), lora)
+
+
 def warm_decodes(kv_heads: int, limits: ExecutorLimits) -> list[int]:
     """Decodes of steps with a prompt: such steps are padded with decodes, and may have more of them
     than any graph."""

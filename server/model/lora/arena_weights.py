@@ -11,7 +11,7 @@ import torch
 from loraplex.adapters.slab.layout import num_vectors
 from loraplex.server.model.lora.own_rows import OwnRows, ids_on, norms_of
 from loraplex.server.model.lora.sites import PlacedAdapter, Site, Sites
-from loraplex.server.model.weights import Norm
+from loraplex.server.model.weights import Norm, ScoreTensors
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -147,11 +147,14 @@ class Adapter:
         weights = self._view(placed.begin, (len(placed.places), hidden))
         return norms_of(weights, placed.places, self._sites.norms)
 
-    def head(self) -> torch.Tensor | None:
-        """The head of a classifier, `[labels, hidden]`; a view into the arena."""
+    def head(self) -> ScoreTensors:
+        """Tensors of a score head of its own, views into the arena."""
         head = self.placed.head
-        hidden = self._sites.lm_head.in_features
-        return None if head is None else self._view(head.begin, (head.labels, hidden))
+        if head is None:
+            return {}
+        named = self._sites.score_tensors(head.labels, of_tokens=head.of_tokens)
+        places = ((0, head.begin), *head.others)
+        return {named[number][0]: self._view(at, named[number][1]) for number, at in places}
 
     def _view(
         self, begin: int, shape: tuple[int, ...], dtype: torch.dtype | None = None

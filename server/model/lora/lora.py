@@ -17,6 +17,7 @@ from loraplex.server.kernels.lora.vector_table import VectorTable
 from loraplex.server.model.lora.arena_weights import DTYPES, Adapter, SiteWeights
 from loraplex.server.model.lora.own_rows import OwnParts, OwnSegment
 from loraplex.server.model.lora.sites import PlacedAdapter, Site, Sites, place
+from loraplex.server.model.weights import ScoreTensors
 
 
 class Reach(IntEnum):
@@ -171,10 +172,10 @@ class AdapterTable:
             if any(self._own[slot])
         )
 
-    def head(self, slot: int) -> torch.Tensor | None:
-        """The score head of the adapter in a slot, `[labels, hidden]`; None = it has none."""
+    def head(self, slot: int) -> ScoreTensors:
+        """Tensors of the score head that the adapter in a slot has of its own; empty without."""
         adapter = self._slots[slot] if slot >= 0 else None
-        return None if adapter is None else adapter.head()
+        return {} if adapter is None else adapter.head()
 
     def rank_block(self, token_slots: np.ndarray) -> int | None:
         """The smallest of RANK_BLOCKS for all ranks of a batch's adapters; None: some rank is

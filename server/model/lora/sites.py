@@ -7,6 +7,7 @@ interpreter.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from math import prod
 
 import numpy as np
 
@@ -73,6 +74,7 @@ class Sites:
         )
         self.lm_head = self._add(-1, model.head.linear)
         self.norms: tuple[NormSpec | None, ...] = (*(step.pre for _, step in steps), model.norm)
+        self._score = model.score
         self._places = {(site.layer, site.role): site for site in self._all}
         self.in_features = np.array([site.in_features for site in self._all])
         self.out_features = np.zeros((len(self), MAX_PROJECTIONS), dtype=np.int64)
@@ -117,6 +119,13 @@ class Sites:
         site = Site(len(self._all), layer, role, in_features, out_features, experts, sharding, turn)
         self._all.append(site)
         return site
+
+    def score_tensors(
+        self, labels: int, *, of_tokens: bool
+    ) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Names and shapes of an adapter's score head, as of `ScoreSpec.tensors`."""
+        score = self._score(of_tokens=of_tokens)
+        return tuple(score.tensors(labels, self.lm_head.in_features))
 
     @property
     def summed_outputs(self) -> int:
@@ -163,10 +172,13 @@ class PlacedTable:
 
 @dataclass(frozen=True, slots=True)
 class PlacedHead:
-    """A score head. begin: bytes from the arena's start."""
+    """A score head. begin: of the weight of its labels, bytes from the arena's start. of_tokens: as
+    of OwnHead. others: numbers of its other tensors, and where they begin."""
 
     begin: int
     labels: int
+    of_tokens: bool = False
+    others: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,10 +291,15 @@ def _place_head(
 ) -> PlacedHead | None:
     if layout.head is None:
         return None
-    offset, labels = layout.head.offset, layout.head.labels
-    nbytes = labels * known.lm_head.in_features * item_bytes
-    (begin,) = find(_int64([offset]), _int64([nbytes]))
-    return PlacedHead(int(begin), labels)
+    head = layout.head
+    shapes = [shape for _, shape in known.score_tensors(head.labels, of_tokens=head.of_tokens)]
+    if not all(0 < number < len(shapes) for number in head.numbers):
+        raise ValueError("a score head of parts that the model does not have")
+    numbers = (0, *head.numbers)
+    nbytes = _int64(prod(shapes[number]) * item_bytes for number in numbers)
+    begin, *begins = find(_int64((head.offset, *head.offsets)), nbytes).tolist()
+    others = tuple(zip(head.numbers, begins, strict=True))
+    return PlacedHead(begin, head.labels, head.of_tokens, others)
 
 
 def _place_vectors(

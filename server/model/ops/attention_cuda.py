@@ -43,6 +43,10 @@ class Attention:
     prefill: PromptAttention | None
 
 
+# Of a step without pages.
+NOTHING = Attention(slice(0), None, slice(0), None)
+
+
 class PagedAttention:
     """Compute attention over paged keys and values. Owns the scratch memory. One step at a time is
     planned; several may be in flight.

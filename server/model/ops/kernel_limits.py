@@ -5,7 +5,7 @@ from loraplex.server.model.spec.model_spec import ModelSpec
 from loraplex.server.model.spec.moe_spec import MoeSpec
 
 # Head sizes are multiples of the one, up to the other.
-_HEAD_DIM_STEP, _WIDEST_HEAD = 16, 512
+_HEAD_DIM_STEP, _WIDEST_HEAD, _WIDEST_OF_TEXTS = 16, 512, 256
 
 
 def unsupported(model: ModelSpec, dtype: str, capability: tuple[int, int]) -> str | None:
@@ -14,8 +14,8 @@ def unsupported(model: ModelSpec, dtype: str, capability: tuple[int, int]) -> st
     if capability < (8, 0):
         found = ".".join(map(str, capability))
         return f"FlashInfer needs compute capability 8.0, this GPU has {found}"
-    if not model.is_causal:
-        return "the kernels let tokens see earlier ones alone"
+    if not model.is_causal and any(of.sinks for of in model.attentions.values()):
+        return "the kernel of whole texts has no sinks"
     if dtype == "float32":
         return "FlashInfer computes in bfloat16 and float16, not in float32"
     if any(attention.gate is not None for attention in model.attentions.values()):
@@ -25,10 +25,11 @@ def unsupported(model: ModelSpec, dtype: str, capability: tuple[int, int]) -> st
     experts = (feed for layer in model.layers for feed in layer.feed_forwards)
     if any(isinstance(feed, MoeSpec) and not feed.is_plain for feed in experts):
         return "the kernels choose experts by the softmax of logits alone"
+    widest = _WIDEST_HEAD if model.is_causal else _WIDEST_OF_TEXTS
     for size in {attention.head_dim for attention in model.attentions.values()}:
-        if size % _HEAD_DIM_STEP or size > _WIDEST_HEAD:
+        if size % _HEAD_DIM_STEP or size > widest:
             return (
-                f"the kernels' head sizes are multiples of {_HEAD_DIM_STEP} up to {_WIDEST_HEAD},"
+                f"the kernels' head sizes are multiples of {_HEAD_DIM_STEP} up to {widest},"
                 f" the model's is {size}"
             )
     return None

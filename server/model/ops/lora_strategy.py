@@ -129,7 +129,8 @@ class Consumers:
     norm; and sites of
     branches that are summed with others. summed: LoRA is complete
     before devices sum. sums_first: the rotation expands nothing, since norms of q and k over all
-    heads need the sum before, or since it would write to a cache of another dtype. fused: linears
+    heads need the sum before, since it would write to a cache of another dtype, or since there are
+    no pages. fused: linears
     of few tokens have a kernel with LoRA in it; quantised ones end before A x would be there.
     """
 
@@ -155,10 +156,11 @@ class Consumers:
         for step in set(model.steps):
             if len(step.branches) > 1:
                 whole |= {branch.linears[-1].role for branch in step.branches}
-        norms_all = any(of.norms_all_heads for of in attentions)
-        return cls(
-            frozenset(whole), summed, norms_all or fp8_cache, fused=model.quantisation is None
-        )
+        if any(isinstance(branch, MlpSpec) and not branch.is_gated for branch in branches):
+            whole.add("gate_up")  # no activation shrinks for down
+        sums_first = any(of.norms_all_heads for of in attentions) or not model.is_causal
+        fused = model.quantisation is None
+        return cls(frozenset(whole), summed, sums_first or fp8_cache, fused=fused)
 
     def strategies(self, regime: Regime, tokens: int) -> Strategies:
         """The row of STRATEGIES, with IN_PLACE for what a consumer cannot finish."""

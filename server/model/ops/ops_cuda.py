@@ -33,7 +33,7 @@ from loraplex.server.model.lora.own_rows import (
 )
 from loraplex.server.model.lora.sites import BranchSites, Site
 from loraplex.server.model.ops import pointwise, states_cuda
-from loraplex.server.model.ops.attention_cuda import Attention, PagedAttention
+from loraplex.server.model.ops.attention_cuda import NOTHING, Attention, PagedAttention
 from loraplex.server.model.ops.cache_pages import cache_pages
 from loraplex.server.model.ops.device_lora import DeviceLora, LoraBatches
 from loraplex.server.model.ops.experts_cuda import Experts
@@ -54,6 +54,7 @@ from loraplex.server.model.ops.pointwise import layer_norm, with_values, without
 from loraplex.server.model.ops.products import Products
 from loraplex.server.model.ops.rope import cos_sin, inverse_frequencies
 from loraplex.server.model.ops.row_states import RowStates
+from loraplex.server.model.ops.whole_cuda import WholeAttention, WholeTexts
 from loraplex.server.model.spec.model_spec import (
     Activation,
     AttentionSpec,
@@ -129,8 +130,8 @@ def _kind(attention: AttentionSpec) -> tuple[int, RopeSpec | None, PositionScale
 class CudaPlan:
     """Preparation of a step's attention. positions: int64 `[tokens]`; slots: `CudaOps.kv_slots`, -1
     = a token that is no prompt's; captured steps of decodes have no slots. attended: flat, where
-    each layer's result is to lie; None: anywhere. turns: see `Rotations.turns`. states: of a model
-    that has some.
+    each layer's result is to lie; None: anywhere. turns: see `Rotations.turns`. texts: of a model
+    whose tokens see all others. states: of a model that has some.
     """
 
     positions: torch.Tensor
@@ -138,6 +139,7 @@ class CudaPlan:
     attention: Attention
     attended: torch.Tensor | None = None
     turns: torch.Tensor | None = None
+    texts: WholeTexts | None = None
     states: states_cuda.StatePlan = states_cuda.NO_STATES
 
     @property
@@ -157,7 +159,7 @@ class CudaOps:
         model: ModelSpec,
         cache: KVCache,
         table: AdapterTable,
-        attention: PagedAttention,
+        attention: PagedAttention | WholeAttention,
         limits: tuple[int, int],
         summed: SummedSites = NONE_SUMMED,
         row_form: RowForm | None = None,
@@ -190,6 +192,8 @@ class CudaOps:
     # ---- once a step
 
     def plan(self, layout: StepLayout) -> CudaPlan:
+        if isinstance(self._attention, WholeAttention):
+            return CudaPlan(layout.positions, None, NOTHING, texts=self._attention.plan(layout))
         positions, slots = layout.positions, self.kv_slots(layout)
         turns = self.rotations.turns(positions, layout.token_rows, layout.long_rows)
         attention = self._attention.plan(layout, turns)
@@ -220,7 +224,13 @@ class CudaOps:
 
     def decode_work(self, batch: int) -> WorkLayout:
         """Lay out the work of a decode batch, as `PagedAttention.work` does."""
-        return self._attention.work(batch)
+        return self._paged.work(batch)
+
+    @property
+    def _paged(self) -> PagedAttention:
+        if isinstance(self._attention, WholeAttention):
+            raise TypeError("texts are whole, and have no pages")
+        return self._attention
 
     def route(self, lora: DeviceLora) -> None:
         """Route the batch's tokens again, as its slots are now; in a captured step at its
@@ -393,6 +403,18 @@ class CudaOps:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Attend as `attend` does, without the gate."""
+        if isinstance(self._attention, WholeAttention):
+            return self._attention.run(plan.texts, layer, self.complete(qkv), qk_norm)
+        return self._attend_pages(plan, layer, qkv, qk_norm, sinks)
+
+    def _attend_pages(
+        self,
+        plan: CudaPlan,
+        layer: int,
+        qkv: LinearOutput,
+        qk_norm: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
         y, attention, spec = qkv.y, plan.attention, self.model.layers[layer].attention
         if plan.attended is None:
             out = y.new_empty(len(y), spec.q_size)
@@ -415,7 +437,7 @@ class CudaOps:
         if attention.decode is not None:
             rotation = (self.rotations[layer], self._norm(layer, qk_norm))
             batch, rows = attention.decode, attention.decodes
-            self._attention.decode(batch, layer, y[rows], delta, rotation, sinks, heads[rows])
+            self._paged.decode(batch, layer, y[rows], delta, rotation, sinks, heads[rows])
         if attention.prefill is not None and q is not None:
             attention.prefill.run(layer, q, heads[attention.prompts], sinks)
         return out

@@ -27,27 +27,24 @@ from loraplex.server.model.ops.pointwise import (
     activated,
     gated,
     layer_norm,
+    rms_norm,
     with_values,
     without_gate,
 )
-from loraplex.server.model.ops.rope import cos_sin, inverse_frequencies, rotate
 from loraplex.server.model.ops.row_states import RowStates
 from loraplex.server.model.ops.state_steps import TokenSteps
 from loraplex.server.model.ops.states_torch import mix_states
 from loraplex.server.model.ops.transfers import to_device
+from loraplex.server.model.ops.turned_heads import HeadTurns, StepTurns, turned_heads
 from loraplex.server.model.spec.model_spec import (
     Activation,
     AttentionSpec,
     ModelSpec,
-    PositionScale,
-    RopeSpec,
 )
 from loraplex.server.model.state_weights import StateWeights
-from loraplex.server.model.weights import LayerNorm, Norm, RmsNorm
+from loraplex.server.model.weights import LayerNorm, Norm
 
 Masks = dict[int | None, torch.Tensor | None]
-# A rotation of heads of one size.
-Turn = tuple[RopeSpec, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +76,13 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class TorchPlan:
-    """Preparation of a step's attention. rope: cos and sin, `[tokens, 1, rotary_dim / 2]`, of each
-    rotation. q_scales: `[tokens, 1, 1]`. pages, offsets: of each token's keys and values, int64
+    """Preparation of a step's attention. pages, offsets: of each token's keys and values, int64
     `[groups, tokens]` and `[tokens]`. fresh_pages: `[groups, n]`, those whose first token is
     written in this step. positions: int64 `[tokens]`. states: None where the model has none.
     """
 
     positions: torch.Tensor
-    rope: dict[Turn, tuple[torch.Tensor, torch.Tensor]]
-    q_scales: dict[PositionScale, torch.Tensor]
+    turns: StepTurns
     pages: torch.Tensor
     offsets: torch.Tensor
     fresh_pages: torch.Tensor
@@ -111,18 +106,7 @@ class TorchOps:
         # `[groups, 1, 1]`
         windows = [model.max_context if w is None else w for w in cache.groups.windows]
         self._page_windows = torch.tensor(windows, device=self.device)[:, None, None]
-        attentions = set(model.attentions.values())
-        turns = {(a.rope, a.head_dim) for a in attentions if a.rope}
-        self._inv_freq = {turn: self._inverse_frequencies(*turn) for turn in turns}
-        self._q_scales = {a.q_scale for a in attentions if a.q_scale}
-
-    def _inverse_frequencies(self, rope: RopeSpec, head_dim: int) -> torch.Tensor:
-        """Compute a rotation's inverse frequencies: `[n]`, or `[2, n]` where sequences
-        may be long.
-        """
-        forms = [False, True] if rope.long_factors else [False]
-        found = [inverse_frequencies(rope, head_dim, self.device, long=long) for long in forms]
-        return torch.stack(found) if len(found) > 1 else found[0]
+        self._turns = HeadTurns(model, cache.dtype, self.device)
 
     def lora(self, token_slots: np.ndarray) -> LoraBatch | None:
         return self.table.batch(token_slots)
@@ -134,8 +118,7 @@ class TorchOps:
         decodes = layout.num_decodes if self.model.is_causal else 0
         return TorchPlan(
             positions=layout.positions,
-            rope={turn: self._turns(turn, layout) for turn in self._inv_freq},
-            q_scales={scale: self._q_scale(scale, layout) for scale in self._q_scales},
+            turns=self._turns.of(layout),
             pages=pages,
             offsets=offsets,
             fresh_pages=pages[:, offsets == 0],
@@ -145,17 +128,6 @@ class TorchOps:
             if self.states
             else None,
         )
-
-    def _turns(self, turn: Turn, layout: StepLayout) -> tuple[torch.Tensor, torch.Tensor]:
-        rope, inv_freq = turn[0], self._inv_freq[turn]
-        if rope.long_factors:
-            inv_freq = inv_freq[layout.long_rows[layout.token_rows]]
-        return cos_sin(layout.positions, inv_freq, rope.attention_factor)
-
-    def _q_scale(self, scale: PositionScale, layout: StepLayout) -> torch.Tensor:
-        steps = 1.0 + layout.positions // scale.context
-        factors = 1.0 + scale.beta * steps.log()
-        return factors.to(self.cache.dtype)[:, None, None]
 
     def _decode_groups(self, layout: StepLayout, decodes: int) -> tuple[DecodeGroup, ...]:
         """Group by page count up to a power of two, so that padding at most doubles the work."""
@@ -285,9 +257,7 @@ class TorchOps:
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         if isinstance(norm, LayerNorm):
             return layer_norm(x, norm)
-        wide = x.float()
-        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.epsilon)
-        return (norm.weight * scaled.to(norm.weight.dtype)).to(x.dtype)
+        return rms_norm(x, norm)
 
     def norm_own(
         self, normed: torch.Tensor, hidden: torch.Tensor, lora: LoraBatch, place: int
@@ -332,8 +302,8 @@ class TorchOps:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Attend as `attend` does, without the gate."""
-        q, k, v = self._rotated(plan, layer, qkv, qk_norm)
         spec = self.model.layers[layer].attention
+        q, k, v = turned_heads(spec, qkv, qk_norm, plan.turns)
         grouped = q.reshape(len(q), spec.num_kv_heads, -1, spec.head_dim)
         if sinks is not None:
             sinks = sinks.view(*grouped.shape[1:3], 1)
@@ -350,37 +320,6 @@ class TorchOps:
             mask = chunk.masks[spec.window]
             out[tokens] = _attend_chunk(spec, grouped[tokens], keys, values, mask, sinks)
         return out.flatten(1)
-
-    def _rotated(
-        self, plan: TorchPlan, layer: int, qkv: torch.Tensor, qk_norm: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k and v, `[tokens, heads, head_dim]` each; q and k normed and rotated."""
-        spec = self.model.layers[layer].attention
-        num_heads = spec.num_heads
-        heads = qkv.view(len(qkv), -1, spec.head_dim)
-        qk: torch.Tensor
-        qk, v = heads.split((num_heads + spec.num_kv_heads, spec.num_kv_heads), dim=1)
-        if qk_norm is not None and not spec.norms_rotated:
-            qk = self._qk_normed(spec, qk, qk_norm)
-        if spec.rope is not None:
-            qk = rotate(qk, *plan.rope[spec.rope, spec.head_dim], spec.rope)
-        if qk_norm is not None and spec.norms_rotated:
-            qk = self._qk_normed(spec, qk, qk_norm)
-        q, k = qk[:, :num_heads], qk[:, num_heads:]
-        return q if spec.q_scale is None else q * plan.q_scales[spec.q_scale], k, v
-
-    def _qk_normed(
-        self, spec: AttentionSpec, qk: torch.Tensor, weight: torch.Tensor
-    ) -> torch.Tensor:
-        """Norm q and k. qk `[tokens, heads + kv_heads, head_dim]`; weight: as of `attend`."""
-        if not spec.norms_all_heads:
-            return self.norm(qk, RmsNorm(weight, spec.qk_epsilon))
-        sizes = (spec.num_heads, spec.num_kv_heads)
-        normed = [
-            self.norm(x.flatten(1), RmsNorm(w.flatten(), spec.qk_epsilon)).view_as(x)
-            for x, w in zip(qk.split(sizes, dim=1), weight.split(sizes), strict=True)
-        ]
-        return torch.cat(normed, dim=1)
 
     def _store(
         self, plan: TorchPlan, layer: int, cache: torch.Tensor, new: torch.Tensor, scale: float

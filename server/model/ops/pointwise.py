@@ -4,12 +4,19 @@ import torch
 from torch.nn import functional
 
 from loraplex.server.model.spec.model_spec import Activation, AttentionSpec
-from loraplex.server.model.weights import LayerNorm
+from loraplex.server.model.weights import LayerNorm, RmsNorm
 
 
 def layer_norm(x: torch.Tensor, norm: LayerNorm) -> torch.Tensor:
     """LayerNorm over the last dimension: `[..., features]` -> the same."""
     return functional.layer_norm(x, (x.shape[-1],), norm.weight, norm.bias, norm.epsilon)
+
+
+def rms_norm(x: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
+    """RMS norm over the last dimension, in float32: `[..., features]` -> the same."""
+    wide = x.float()
+    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.epsilon)
+    return (norm.weight * scaled.to(norm.weight.dtype)).to(x.dtype)
 
 
 def activated(
@@ -27,6 +34,8 @@ def activated(
             return functional.relu(x)
         case "relu2":
             return functional.relu(x).square()
+        case "tanh":
+            return torch.tanh(x)
         case "xielu":
             if numbers is None:
                 raise TypeError("xIELU needs its numbers")

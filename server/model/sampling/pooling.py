@@ -5,6 +5,7 @@ A mean is summed up in float32 on the device, slice by slice: no hidden state is
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,12 +15,17 @@ from loraplex.server.model.ops.transfers import to_device, to_host
 from loraplex.server.model.sampling.results import HostVectors
 from loraplex.server.model.sampling.sampler import LogitsOf
 from loraplex.server.model.steps.step import Step
-from loraplex.server.protocol import VectorParams
+from loraplex.server.protocol import Pooling, VectorParams
 
 # Places of tokens in the batch, int64 `[n]`, ascending -> their normed hidden states `[n, hidden]`.
 HiddenOf = Callable[[np.ndarray], torch.Tensor]
-# An adapter's slot, -1 = none -> the score head under it, `[classes, hidden]`; None = it has none.
-HeadOf = Callable[[int], torch.Tensor | None]
+_WHOLE: tuple[Pooling, ...] = ("mean", "max", "all")
+
+
+class ScoresOf(Protocol):
+    """As `ScoreHeads.scores`."""
+
+    def __call__(self, slot: int, hidden: torch.Tensor, *, of_tokens: bool) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +42,25 @@ class PooledSlice:
     @property
     def tokens(self) -> np.ndarray:
         """Places in the batch of tokens whose hidden states are needed, int64 `[n]`."""
-        end = self.begin + self.piece.num_new
-        return np.arange(self.begin if self.vector.pooling == "mean" else end - 1, end)
+        end, pooling = self.begin + self.piece.num_new, self.vector.pooling
+        if pooling in _WHOLE:
+            return np.arange(self.begin, end)
+        return np.array([self.begin if pooling == "first" else end - 1])
+
+    @property
+    def head(self) -> tuple[int, bool]:
+        """The slot whose head gives its scores, and whether each token has some."""
+        return self.piece.adapter_slot, self.vector.pooling == "all"
+
+    def pooled(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Pool hidden states of its tokens, `[tokens, hidden]` -> `[n, hidden]`."""
+        match self.vector.pooling:
+            case "max":
+                return hidden.amax(0, keepdim=True)
+            case "mean":
+                return hidden.float().mean(0, keepdim=True).to(hidden.dtype)
+            case _:
+                return hidden
 
 
 def pooled_slices(step: Step, prompt_len: np.ndarray) -> list[PooledSlice]:
@@ -56,47 +79,45 @@ def pooled_slices(step: Step, prompt_len: np.ndarray) -> list[PooledSlice]:
 
 class Pooler:
     """Pools vectors of all rows. A mean over a row's prompt begins with the prompt's
-    first token.
+    first token. All other vectors are made of the slice that ends the prompt.
     """
 
-    def __init__(self, head_of: HeadOf, device: torch.device) -> None:
-        self._head_of = head_of
+    def __init__(self, scores_of: ScoresOf, device: torch.device) -> None:
+        self._scores_of = scores_of
         self._device = device
         self._sums: dict[int, torch.Tensor] = {}  # of rows whose prompt has more slices to come
 
     def pool(
         self, slices: Sequence[PooledSlice], hidden_of: HiddenOf, logits_of: LogitsOf
     ) -> tuple[HostVectors, ...]:
-        found = list(self._means(slices, hidden_of))
-        last = [s for s in slices if s.vector.pooling == "last" and s.prompt_len is not None]
+        means = [s for s in slices if (s.vector.kind, s.vector.pooling) == ("hidden", "mean")]
+        found = list(self._means(means, hidden_of))
+        ended = [s for s in slices if s.prompt_len is not None and s not in means]
         hidden, scored, by_logits = (
-            [s for s in last if s.vector.kind == kind] for kind in ("hidden", "scores", "logits")
+            [s for s in ended if s.vector.kind == kind] for kind in ("hidden", "scores", "logits")
         )
         if hidden:
-            found.append(_to_host(hidden, hidden_of(_ends(hidden))))
-        for slot in dict.fromkeys(each.piece.adapter_slot for each in scored):
-            of_slot = [each for each in scored if each.piece.adapter_slot == slot]
-            found.append(_to_host(of_slot, self._scores(slot, hidden_of(_ends(of_slot)))))
+            found.append(_to_host(hidden, torch.cat(_pooled(hidden, hidden_of))))
+        for slot, of_tokens in dict.fromkeys(each.head for each in scored):
+            alike = [each for each in scored if each.head == (slot, of_tokens)]
+            read = _pooled(alike, hidden_of)
+            scores = self._scores_of(slot, torch.cat(read), of_tokens=of_tokens)
+            if of_tokens:
+                of_each = scores.split([len(rows) for rows in read])
+                found += [
+                    _to_host([s], n.reshape(1, -1)) for s, n in zip(alike, of_each, strict=True)
+                ]
+            else:
+                found.append(_to_host(alike, scores))
         if by_logits:
-            logits = logits_of(_ends(by_logits))
+            logits = logits_of(_tokens(by_logits))
             for row, each in zip(logits, by_logits, strict=True):
                 ids = to_device(np.array(each.vector.token_ids), self._device)
                 found.append(_to_host([each], row[ids][None]))
         return tuple(found)
 
-    def _scores(self, slot: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Compute the scores of a classifier. hidden: normed, `[n, hidden]`. Without a head no
-        number is finite.
-        """
-        head = self._head_of(slot)
-        if head is None:
-            return hidden.new_full((len(hidden), 1), float("nan"))
-        return torch.nn.functional.linear(hidden, head)
-
     def _means(self, slices: Iterable[PooledSlice], hidden_of: HiddenOf) -> Iterable[HostVectors]:
         for each in slices:
-            if each.vector.pooling != "mean":
-                continue
             row, piece = each.piece.seq_row, each.piece
             total = hidden_of(each.tokens).sum(0, dtype=torch.float32)
             before = self._sums.pop(row, None)
@@ -110,8 +131,14 @@ class Pooler:
                 yield _to_host([each], (total / each.prompt_len)[None])
 
 
-def _ends(slices: Sequence[PooledSlice]) -> np.ndarray:
-    return np.array([s.begin + s.piece.num_new - 1 for s in slices])
+def _tokens(slices: Sequence[PooledSlice]) -> np.ndarray:
+    return np.concatenate([each.tokens for each in slices])
+
+
+def _pooled(slices: Sequence[PooledSlice], hidden_of: HiddenOf) -> list[torch.Tensor]:
+    """Pool each slice. Hidden states of all are gathered at once."""
+    rows = hidden_of(_tokens(slices)).split([len(each.tokens) for each in slices])
+    return [each.pooled(of_each) for each, of_each in zip(slices, rows, strict=True)]
 
 
 def _to_host(slices: Sequence[PooledSlice], values: torch.Tensor) -> HostVectors:

@@ -10,6 +10,7 @@ from loraplex.adapters.base import (
     ExpertWeight,
     LayerModules,
     ModuleShape,
+    ScoreParts,
     layer_path,
     layer_stem,
 )
@@ -43,7 +44,7 @@ def base_spec(
             "embed_tokens": ModuleShape(
                 embedding.path, embedding.vocab_size, embedding.size, sharding="row"
             ),
-            **model.head.linear.modules(),
+            "lm_head": next(iter(model.head.linear.modules().values())),
         },
         embedding_digests=dict(embedding_digests or {}),
         tokens=tokens,
@@ -51,7 +52,15 @@ def base_spec(
         is_tied=model.head.tied,
         norms=tuple(_norms(model)),
         num_classes=0 if model.classes is None else len(model.classes.labels),
+        score_heads=() if model.is_decoder else tuple(_score_parts(model)),
+        unread=model.unread_modules,
     )
+
+
+def _score_parts(model: ModelSpec) -> Iterator[ScoreParts]:
+    for score in model.scores:
+        tensors = tuple(score.tensors(0, model.hidden_size))
+        yield ScoreParts(tensors, score.pooling == "all")
 
 
 def _norms(model: ModelSpec) -> Iterator[BaseNorm]:

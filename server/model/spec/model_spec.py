@@ -12,14 +12,15 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from loraplex.adapters.base import layer_path as layer_path
-from loraplex.adapters.classes import SCORE, ClassForm
+from loraplex.adapters.classes import HEAD_OF_CLASSES, ClassForm
 from loraplex.server.model.quantisation.quantisation import Quantisation
 from loraplex.server.model.spec.linear_spec import LinearSpec, Matrix, Tensors
 from loraplex.server.model.spec.moe_spec import FeedForwardSpec, MoeSpec
 from loraplex.server.model.spec.norm_spec import NormSpec as NormSpec
 from loraplex.server.model.spec.state_spec import StateForm, StateSpec
+from loraplex.server.protocol import Pooling
 
-Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu", "tanh"]
 # Activations that an operation behind the product of gate and up computes with LoRA of it.
 FUSED_ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
 RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"]
@@ -181,6 +182,7 @@ class StepSpec(msgspec.Struct, frozen=True):
     behind it, all have one, and none mixes tokens.
     scalar: a stored number that the sum is multiplied with; "" = none.
     reads_last: its branches read what those of the step before read, and `pre` is None.
+    after: a norm of the residual sum, whose result is the stream from there on; None = none.
     """
 
     branches: tuple[Branch, ...]
@@ -190,11 +192,12 @@ class StepSpec(msgspec.Struct, frozen=True):
     own: tuple[BranchNorms, ...] = ()
     scalar: str = ""
     reads_last: bool = False
+    after: NormSpec | None = None
 
     @property
     def other_norms(self) -> tuple[NormSpec, ...]:
-        """The norms but `pre`: that of the sum, and those of branches."""
-        norms = (self.post, *chain.from_iterable(self.own))
+        """The norms but `pre`: those of the sum, before and behind it, and those of branches."""
+        norms = (self.post, self.after, *chain.from_iterable(self.own))
         return tuple(norm for norm in norms if norm is not None)
 
 
@@ -266,7 +269,9 @@ class PositionTable(msgspec.Struct, frozen=True):
 
 class EmbeddingSpec(msgspec.Struct, frozen=True):
     """A table `[vocab_size, size]`, whose rows are multiplied by `scale`, rounded to the dtype.
-    rows: those that this device has; None = all. positions: None = positions add nothing."""
+    rows: those that this device has; None = all. positions: None = positions add nothing. types:
+    what the first text of a pair adds, and the second; None = nothing. norm: of the sum.
+    projection: from rows of the table to the residual stream; None = they are as wide."""
 
     path: str
     vocab_size: int
@@ -274,6 +279,13 @@ class EmbeddingSpec(msgspec.Struct, frozen=True):
     scale: float = 1.0
     rows: int | None = None
     positions: PositionTable | None = None
+    types: PositionTable | None = None
+    norm: NormSpec | None = None
+    projection: LinearSpec | None = None
+
+    @property
+    def num_types(self) -> int:
+        return 1 if self.types is None else self.types.rows
 
     @property
     def num_rows(self) -> int:
@@ -282,6 +294,42 @@ class EmbeddingSpec(msgspec.Struct, frozen=True):
     @property
     def tensor(self) -> str:
         return f"{self.path}.weight"
+
+    def tensors(self) -> Tensors:
+        """Names and shapes of what the checkpoint holds."""
+        yield self.tensor, (self.num_rows, self.size)
+        for table in (self.positions, self.types):
+            if table is not None:
+                yield table.tensor, (table.rows, self.size)
+        for part in (self.norm, self.projection):
+            if part is not None:
+                yield from part.tensors()
+
+
+class ScoreSpec(msgspec.Struct, frozen=True):
+    """A score head: `out(norm(activation(dense(x))))` of what `pooling` makes of a text's tokens;
+    of all tokens each has scores. path, bias: of out. activation: None = there is no dense. norm:
+    None = none."""
+
+    path: str = HEAD_OF_CLASSES
+    bias: bool = False
+    pooling: Pooling = "last"
+    dense: LinearSpec | None = None
+    activation: Activation | None = None
+    norm: NormSpec | None = None
+
+    def tensors(self, labels: int, hidden: int) -> Tensors:
+        """Names and shapes of what the checkpoint holds, the weight of the labels first."""
+        yield f"{self.path}.weight", (labels, hidden)
+        if self.bias:
+            yield f"{self.path}.bias", (labels,)
+        yield from self.inner_tensors()
+
+    def inner_tensors(self) -> Tensors:
+        """List tensors of the parts before the labels."""
+        for part in (self.dense, self.norm):
+            if part is not None:
+                yield from part.tensors()
 
 
 class HeadSpec(msgspec.Struct, frozen=True):
@@ -314,6 +362,9 @@ class ModelSpec(msgspec.Struct, frozen=True):
     in their place, one after the other.
     is_causal: whether tokens see none behind them. Else a window is the least distance of a token
     that is not seen, and nothing keeps keys and values.
+    scores: score heads that the model or an adapter may have, the usual one first. unread: pattern
+    of names of tensors that an encoder's checkpoint may hold for tasks that nobody asks for.
+    unread_modules: such modules that transformers makes for vectors, too.
     Raises ValueError where layers differ in what all must share: the modules of each role.
     """
 
@@ -333,6 +384,9 @@ class ModelSpec(msgspec.Struct, frozen=True):
     pad_token_id: int | None = None
     stored_names: tuple[tuple[str, str], ...] = ()
     is_causal: bool = True
+    scores: tuple[ScoreSpec, ...] = (ScoreSpec(),)
+    unread: str = ""
+    unread_modules: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         linears = {linear for layer in set(self.layers) for linear in layer.linears}
@@ -357,6 +411,11 @@ class ModelSpec(msgspec.Struct, frozen=True):
         return len(self.layers)
 
     @property
+    def is_decoder(self) -> bool:
+        """Whether its score head is that of decoders."""
+        return self.scores == (ScoreSpec(),)
+
+    @property
     def kinds_within(self) -> int:
         """Number of first layers that have one of every kind."""
         return 1 + max(self.layers.index(layer) for layer in set(self.layers))
@@ -373,7 +432,17 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
     @property
     def hidden_size(self) -> int:
-        return self.embedding.size
+        projection = self.embedding.projection
+        return self.embedding.size if projection is None else projection.out_features
+
+    def score(self, *, of_tokens: bool) -> ScoreSpec:
+        """The score head of that kind; without one for tokens, the usual one."""
+        return next((s for s in self.scores if (s.pooling == "all") is of_tokens), self.scores[0])
+
+    @property
+    def own_score(self) -> ScoreSpec | None:
+        """The score head of a classifier."""
+        return None if self.classes is None else self.score(of_tokens=self.classes.of_tokens)
 
     @property
     def vocab_size(self) -> int:
@@ -429,20 +498,21 @@ class ModelSpec(msgspec.Struct, frozen=True):
         """List every tensor that a checkpoint of this model must hold in floating point, with its
         shape.
         """
-        embedding = self.embedding
-        shapes: dict[str, tuple[int, ...]] = {
-            embedding.tensor: (embedding.num_rows, embedding.size)
-        }
-        if embedding.positions is not None:
-            shapes[embedding.positions.tensor] = embedding.positions.rows, embedding.size
+        shapes: dict[str, tuple[int, ...]] = dict(self.embedding.tensors())
         shapes.update(self.norm.tensors())
         if not self.head.tied:
             shapes.update(self.head.linear.tensors())
-        if self.classes is not None:
-            shapes[SCORE] = (len(self.classes.labels), self.hidden_size)
+        if self.classes is not None and self.own_score is not None:
+            shapes.update(self.own_score.tensors(len(self.classes.labels), self.hidden_size))
         for index, layer in enumerate(self.layers):
             shapes.update((layer_path(index, name), shape) for name, shape in layer.tensors())
         return shapes
+
+    def optional_tensors(self) -> dict[str, tuple[int, ...]]:
+        """List tensors, as `tensors` does, that a checkpoint may hold: those of score heads whose
+        labels an adapter may bring.
+        """
+        return {name: shape for score in self.scores for name, shape in score.inner_tensors()}
 
 
 def _within(branch: Branch, max_context: int) -> Branch:

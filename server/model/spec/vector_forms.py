@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from loraplex.server.config import ConfigError
 from loraplex.server.model.spec.model_spec import ModelSpec
-from loraplex.server.protocol import PairForm, Pooling, VectorForm
+from loraplex.server.protocol import PairForm, TextPooling, VectorForm
 
 # What Qwen3-Reranker was trained to read and to say.
 _QWEN3_NAME = "qwen3-reranker"
@@ -28,7 +28,7 @@ class SentenceFiles(NamedTuple):
     query.
     """
 
-    pooling: Pooling | None
+    pooling: TextPooling | None
     normalises: bool
     max_tokens: int | None
     prompts: dict[str, str]
@@ -53,7 +53,7 @@ NO_PAIR_WISHES = PairWishes()
 class VectorWishes(NamedTuple):
     """Wishes of the operator for vectors; None = as the files say. prompts: NAME=TEXT."""
 
-    pooling: Pooling | None = None
+    pooling: TextPooling | None = None
     normalises: bool | None = None
     prompts: tuple[str, ...] = ()
     default_prompt: str = ""
@@ -82,11 +82,15 @@ def vector_form(
         known = ", ".join(map(repr, prompts)) or "none"
         raise ConfigError(f"--default-prompt: there is no prompt {default!r}; there are: {known}")
     most = max_context if files is None else min(files.max_tokens or max_context, max_context)
+    told = wishes.pooling or (files.pooling if files is not None else None)
+    pooling = told or ("last" if model.is_decoder else "mean")
+    if model.is_causal and pooling not in ("last", "mean"):
+        raise ConfigError(f"--pooling {pooling} is of models whose tokens see all others")
     pools = files is not None and files.pooling is not None
     return VectorForm(
         size=model.hidden_size,
         max_tokens=most,
-        pooling=wishes.pooling or (files.pooling if files is not None else None) or "last",
+        pooling=pooling,
         normalises=_first(wishes.normalises, files.normalises if files and pools else True),
         prompts=prompts,
         default_prompt=default,
@@ -126,7 +130,7 @@ def pair_form(
     if model.classes is not None:
         if wishes.tokens:
             raise ConfigError("--rerank-tokens: the model is a classifier, whose head gives scores")
-        is_one = len(model.classes.labels) == 1
+        is_one = len(model.classes.labels) == 1 and not model.classes.of_tokens
         return PairForm("scores", (), template, instruction) if is_one else None
     if files is not None and files.pooling is not None and not wishes.tokens:
         return PairForm("vectors")

@@ -75,6 +75,16 @@ class Step:
             layout=StepLayout(decodes, seq_rows, starts, num_new, packed[0], packed[1], *tables),
         )
 
+    @property
+    def second_texts(self) -> list[tuple[int, int]]:
+        """Where second texts of pairs begin and end in the batch. Such prompts are one slice."""
+        ends = zip(self.slices, (self.ends + 1).tolist(), strict=True)
+        return [
+            (end - piece.num_new + piece.vector.second, end)
+            for piece, end in ends
+            if piece.vector is not None and piece.vector.second is not None
+        ]
+
 
 def saves_at_ends(slices: Iterable[SeqSlice]) -> Iterator[StateCopy]:
     """Saves of states that slices leave. What they save within is `StepLayout.saves`."""

@@ -40,7 +40,7 @@ WITHOUT_READER = {
 # Of another type: whatever else they say, that is the reason.
 OTHERS: dict[str, dict[str, Any]] = {
     "openai-gpt": {"architectures": ["OpenAIGPTLMHeadModel"], "n_embd": 768, "n_positions": 512},
-    "bert": {"architectures": ["BertForMaskedLM"], "hidden_act": "gelu", "type_vocab_size": 2},
+    "megatron-bert": {"architectures": ["MegatronBertForMaskedLM"], "type_vocab_size": 2},
     "t5": {"architectures": ["T5ForConditionalGeneration"], "d_model": 512, "num_layers": 6},
     "whisper": {"architectures": ["WhisperForConditionalGeneration"], "d_model": 384},
     "bloom": {"architectures": ["BloomForCausalLM"], "n_layer": 6, "slow_but_exact": False},

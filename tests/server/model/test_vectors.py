@@ -259,7 +259,7 @@ def test_answers_alone_compute_no_vectors(tmp_path: Path, monkeypatch: pytest.Mo
     def never(*_: Any) -> Any:
         raise AssertionError("nobody asked for a vector")
 
-    monkeypatch.setattr(driver.executor._pooler, "_head_of", never)
+    monkeypatch.setattr(driver.executor._pooler, "_scores_of", never)
     monkeypatch.setattr(driver.executor._pooler, "_means", lambda slices, _: list(slices))
     stream = Stream(driver, 0, prompt(9, 0), sampling=SamplingParams(temperature=0.0))
     generate(driver, [stream], 3, 4)

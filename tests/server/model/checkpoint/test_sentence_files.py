@@ -109,8 +109,8 @@ def test_a_model_for_text_gives_vectors_of_its_last_token() -> None:
         (("Transformer", "WordWeights"), {}, "modules.json: WordWeights is not served"),
         (
             ("Transformer", "Pooling"),
-            {"pooling_mode_cls_token": True},
-            "1_Pooling/config.json: pooling_mode must be lasttoken or mean",
+            {"pooling_mode_weightedmean_tokens": True},
+            "1_Pooling/config.json: pooling_mode must be one of lasttoken, mean, cls, max",
         ),
         (("Transformer", "Pooling"), {"pooling_mode": ["mean", "max"]}, "pooling_mode must be"),
         (

@@ -2,9 +2,12 @@
 
 import pytest
 
+from loraplex.launcher.known_models import served_families
+from loraplex.server.model.families.registry import read_model
 from loraplex.server.model.ops.lora_strategy import (
     FEW_TOKENS,
     MIXED_TOKENS,
+    NONE_SUMMED,
     STRATEGIES,
     Consumers,
     Regime,
@@ -119,3 +122,13 @@ def test_tiles_are_shared_out_among_few_tokens_alone() -> None:
     """An activation that expands takes whole tiles: the regimes that defer gate_up have more."""
     assert shares_tiles(FEW_TOKENS)
     assert not shares_tiles(FEW_TOKENS + 1)
+
+
+@pytest.mark.parametrize("family", ["starcoder2", "bert"])
+def test_an_mlp_without_gate_shrinks_for_nobody(family: str) -> None:
+    model = read_model(served_families()[family].config)
+    consumers = Consumers.of(model, fp8_cache=False, summed=NONE_SUMMED)
+    for regime in Regime:
+        row = consumers.strategies(regime, 4096)
+        assert row["down"] is not Strategy.DELTA_OF_SHRUNK
+        assert model.is_causal or row["qkv"] is not Strategy.DEFER

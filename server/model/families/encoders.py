@@ -1,0 +1,152 @@
+"""Parts that readers of encoders are made of: tokens see all others, and nothing writes text. Pure.
+
+The parts follow BERT: learned positions, a norm behind each residual sum, MLPs without gate, and a
+score head that reads the first token through a matrix and an activation.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
+
+from loraplex.server.model.families import family
+from loraplex.server.model.families.fields import Fields
+from loraplex.server.model.spec.linear_spec import LinearSpec, Part
+from loraplex.server.model.spec.model_spec import (
+    Activation,
+    EmbeddingSpec,
+    HeadSpec,
+    LayerSpec,
+    ModelSpec,
+    NormSpec,
+    PositionTable,
+    ScoreSpec,
+    StepSpec,
+    layer_path,
+)
+
+_ALL = family.Biases(qkv=True, o=True, mlp=True)
+EMBED, POSITIONS, TYPES, NORM = (
+    f"model.{name}" for name in ("embed_tokens", "embed_positions", "embed_types", "embed_norm")
+)
+# Of heads for other tasks, and what old versions stored beside weights.
+_UNREAD = (
+    r"(cls|lm_head|vocab_\w+|qa_outputs|generator_\w+|discriminator_\w+|classifier|pre_classifier|"
+    r"head|decoder|lm_predictions|mask_predictions|model\.pooler|sequence_summary)\..+|"
+    r".*\b(position_ids|token_type_ids)"
+)
+_EMBEDDINGS = (
+    (r"\.gamma$", ".weight"),
+    (r"\.beta$", ".bias"),
+    (r"^model\.embeddings\.word_embeddings\.", f"{EMBED}."),
+    (r"^model\.embeddings\.position_embeddings\.", f"{POSITIONS}."),
+    (r"^model\.embeddings\.token_type_embeddings\.", f"{TYPES}."),
+    (r"^model\.embeddings\.LayerNorm\.", f"{NORM}."),
+)
+
+
+class EncoderNames(NamedTuple):
+    """Modules of a layer. norms: behind attention, and behind the MLP."""
+
+    qkv: tuple[str, str, str]
+    o: str
+    up: str
+    down: str
+    norms: tuple[str, str]
+
+
+def stored_names(prefix: str, layers: str) -> tuple[tuple[str, str], ...]:
+    """Patterns of stored tensors' names. prefix: of the body, where the checkpoint has a head.
+    layers: what lies before a layer's number.
+    """
+    body = rf"^(?:{prefix}\.)?(?={layers}\.|embeddings|pooler\.|encoder\.|final_norm\.)"
+    return ((body, "model."), (rf"^model\.{layers}\.", "model.layers."), *_EMBEDDINGS)
+
+
+def read_sizes(fields: Fields, positions: int = 512, **keys: Any) -> family.ModelSizes:
+    """Read the sizes of an encoder, as `family.read_sizes` does with these keys. positions: where
+    `config.json` says nothing.
+    """
+    fields.only("is_decoder", False)
+    fields.only("add_cross_attention", False)
+    fields.only("position_embedding_type", "absolute")
+    usual = {"epsilon": 1e-12, "epsilon_key": "layer_norm_eps", "activation": "gelu"}
+    if fields.config.get("max_position_embeddings") is None:
+        fields = fields.changed(max_position_embeddings=positions)
+    sizes = family.read_sizes(fields, **{**usual, **keys})
+    family.refuse_other_head_dim(fields, sizes)
+    return sizes
+
+
+def layer(sizes: family.ModelSizes, names: EncoderNames) -> LayerSpec:
+    """Make a layer of two steps, each with a norm of its residual sum."""
+    of = family.attention(sizes, None, biases=_ALL)
+    mlp = family.plain_mlp(sizes, _ALL)
+    attention = replace(
+        of,
+        qkv=family.with_paths(of.qkv, *names.qkv),
+        o=family.with_paths(of.o, names.o),
+    )
+    feed = replace(
+        mlp,
+        gate_up=family.with_paths(mlp.gate_up, names.up),
+        down=family.with_paths(mlp.down, names.down),
+    )
+    first, second = (family.layer_norm(norm, sizes) for norm in names.norms)
+    steps = StepSpec((attention,), None, after=first), StepSpec((feed,), None, after=second)
+    return LayerSpec(steps)
+
+
+def embedding(fields: Fields, sizes: family.ModelSizes, first: int = 0) -> EmbeddingSpec:
+    """Make an embedding with positions, types and a norm. first: as of PositionTable."""
+    types = fields.config.get("type_vocab_size", 2)
+    size = sizes.hidden
+    return EmbeddingSpec(
+        EMBED,
+        sizes.vocab,
+        size,
+        positions=PositionTable(POSITIONS, sizes.positions, first),
+        types=PositionTable(TYPES, fields.positive("type_vocab_size", 2)) if types else None,
+        norm=NormSpec(NORM, size, sizes.epsilon, kind="layer", bias=True),
+    )
+
+
+def score_heads(
+    sizes: family.ModelSizes, dense: str, labels: str, activation: Activation
+) -> tuple[ScoreSpec, ScoreSpec]:
+    """Make the head that scores a text by its first token, and the one that scores each token.
+    dense, labels: modules of the first.
+    """
+    matrix = LinearSpec("lm_head", sizes.hidden, (Part(dense, sizes.hidden),), "none", bias=True)
+    of_text = ScoreSpec(labels, True, "first", matrix, activation)
+    return of_text, ScoreSpec("classifier", True, "all")
+
+
+def encoder(
+    fields: Fields,
+    sizes: family.ModelSizes,
+    embedding: EmbeddingSpec,
+    layers: Sequence[LayerSpec],
+    scores: tuple[ScoreSpec, ...],
+) -> ModelSpec:
+    """Make the model from its parts. The norm of the last sum is that behind all layers."""
+    model = family.model(fields, sizes, layers, sizes.positions, ())
+    *steps, last = layers[-1].steps
+    norm = model.norm
+    if last.after is not None:
+        norm = replace(last.after, path=layer_path(len(layers) - 1, last.after.path))
+        last = replace(last, after=None)
+    matrix = next(score.dense for score in scores if score.dense is not None)
+    first = 0 if embedding.positions is None else embedding.positions.first
+    return replace(
+        model,
+        embedding=embedding,
+        layers=(*layers[:-1], LayerSpec((*steps, last))),
+        norm=norm,
+        head=HeadSpec(matrix, tied=True),
+        max_context=sizes.positions - first,
+        writes=False,
+        is_causal=False,
+        scores=scores,
+        unread=_UNREAD,
+    )

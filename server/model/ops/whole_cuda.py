@@ -1,0 +1,51 @@
+"""Attention of whole texts on a GPU, for models whose tokens see all others."""
+
+from dataclasses import dataclass
+
+import torch
+
+from loraplex.server.kernels.attention.whole_attention import cut_texts, whole_attention
+from loraplex.server.model.ops.ops import StepLayout
+from loraplex.server.model.ops.score_rules import score_rules
+from loraplex.server.model.ops.transfers import to_device
+from loraplex.server.model.ops.turned_heads import HeadTurns, StepTurns, turned_heads
+from loraplex.server.model.spec.model_spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class WholeTexts:
+    """Preparation of a step's attention. tiles: as of `cut_texts`."""
+
+    tiles: torch.Tensor
+    turns: StepTurns
+
+
+class WholeAttention:
+    """Computes attention of texts, each of which is one slice. It keeps nothing."""
+
+    def __init__(self, model: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+        self._model, self._device = model, device
+        self._turns, self._rules = HeadTurns(model, dtype, device), score_rules(model)
+
+    def plan(self, layout: StepLayout) -> WholeTexts:
+        """Prepare the attention of a step."""
+        tiles = to_device(cut_texts(layout.num_new), self._device)
+        return WholeTexts(tiles, self._turns.of(layout))
+
+    def run(
+        self,
+        texts: WholeTexts | None,
+        layer: int,
+        qkv: torch.Tensor,
+        qk_norm: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Compute one layer's attention, as `Ops.attend` does. texts: that `plan` gave."""
+        if texts is None:
+            raise TypeError("a plan without texts")
+        spec = self._model.layers[layer].attention
+        heads = qkv.view(len(qkv), -1, spec.head_dim)
+        if spec.rope is not None or qk_norm is not None or spec.q_scale is not None:
+            heads = torch.cat(turned_heads(spec, qkv, qk_norm, texts.turns), dim=1)
+        counts, out = (spec.num_heads, spec.num_kv_heads), qkv.new_empty(len(qkv), spec.q_size)
+        whole_attention(heads, counts, texts.tiles, self._rules[layer], None, out)
+        return out

@@ -1,0 +1,57 @@
+"""Encoders by the GPU's kernels, in Triton's interpreter: as the reference operations, which
+`test_encoders.py` holds to transformers."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from peft import LoraConfig
+from transformers import AutoModelForSequenceClassification
+
+from loraplex.server.protocol import VectorParams
+from tests.server.model.driver import Driver, Stream, generate
+from tests.server.model.families.encoders import ENCODERS
+from tests.server.model.families.test_encoders import SCORES, random, text
+from tests.server.model.gpu_pair import Pair, small_pair
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") != "1", reason="kernels need Triton's interpreter"
+    ),
+]
+# By tokens of a step: few, mixed and more take LoRA by different ways.
+STEPS = ((1, 3), (9, 1), (4, 21))
+
+
+def read(driver: Driver, lengths: tuple[int, ...], shift: int) -> list[np.ndarray]:
+    streams = []
+    for row, length in enumerate(lengths * 2):
+        wish = SCORES if row < len(lengths) else VectorParams(pooling="mean")
+        stream = Stream(driver, row, text(length, row), slot=(row + shift) % 3 - 1)
+        streams.append(stream.read_for(wish))
+    generate(driver, streams, 0, 64)
+    for stream in streams:
+        stream.free()
+    assert all(stream.vector is not None for stream in streams)
+    return [np.array(stream.vector) for stream in streams]
+
+
+def assert_same(pair: Pair) -> None:
+    for shift, lengths in enumerate(STEPS):
+        pairs = zip(*(read(d, lengths, shift) for d in (pair.gpu, pair.reference)), strict=True)
+        for found, expected in pairs:
+            assert np.abs(found - expected).max() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["bert"])
+def test_same_as_the_reference(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = ENCODERS[name]
+    model = random(AutoModelForSequenceClassification, name, num_labels=3, num_hidden_layers=2)
+    adapters = {
+        "every": LoraConfig(r=8, target_modules="all-linear", task_type="SEQ_CLS"),
+        "few": LoraConfig(r=3, target_modules=list(row.few)),
+    }
+    with small_pair(model, adapters, tmp_path, monkeypatch) as pair:
+        assert_same(pair)

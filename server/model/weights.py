@@ -17,6 +17,7 @@ from loraplex.server.model.checkpoint.layer_forms import as_stored
 from loraplex.server.model.checkpoint.stored_forms import stored_forms
 from loraplex.server.model.checkpoint.tensor_table import check_tensors, kinds
 from loraplex.server.model.checkpoint.text_part import model_shards
+from loraplex.server.model.distance_biases import distance_biases
 from loraplex.server.model.linear.dense import DenseLinear
 from loraplex.server.model.linear.experts import MoeWeights
 from loraplex.server.model.linear.linear import Linear
@@ -148,7 +149,8 @@ class EmbeddingWeights:
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
     """Weights of the device's part of a model. embed: `[vocab, size]`; the head's matrix is the
-    same tensor when they are tied. score: what the checkpoint has of score heads.
+    same tensor when they are tied. score: what the checkpoint has of score heads. biases: as of
+    `distance_biases`, of all distances that texts have.
     """
 
     embed: torch.Tensor
@@ -157,6 +159,7 @@ class ModelWeights:
     lm_head: Linear
     score: ScoreTensors
     embedding: EmbeddingWeights = EmbeddingWeights()
+    biases: torch.Tensor | None = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -203,7 +206,15 @@ def load_weights(
             head.weight.copy_(functional.normalize(head.weight.float()))
         norm = _norm(source, model.norm)
         beside = _load_embedding(source, model.embedding)
-        return ModelWeights(embed, tuple(layers), norm, head, _load_scores(source, model), beside)
+        parts = embed, tuple(layers), norm, head, _load_scores(source, model), beside
+        return ModelWeights(*parts, _load_biases(source, model))
+
+
+def _load_biases(source: WeightSource, model: ModelSpec) -> torch.Tensor | None:
+    if model.biases is None:
+        return None
+    table = source.mapped(model.biases.tensor).float()
+    return distance_biases(table, model.biases, model.max_context).to(source.device)
 
 
 def _load_scores(source: WeightSource, model: ModelSpec) -> ScoreTensors:

@@ -97,6 +97,7 @@ def _blocks(known: KnownModel) -> str:
         "queries that grow": any(of.q_scale is not None for of in attentions),
         "soft caps": model.head.softcap is not None
         or any(of.softcap is not None for of in attentions),
+        "biases of scores by distance": model.biases is not None,
         "learned positions": model.embedding.positions is not None,
         "two types of tokens": model.embedding.num_types > 1,
         "a scaled embedding": model.embedding.scale != 1.0,

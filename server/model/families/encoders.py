@@ -4,7 +4,7 @@ The parts follow BERT: learned positions, a norm behind each residual sum, MLPs 
 score head that reads the first token through a matrix and an activation.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
@@ -24,11 +24,15 @@ from loraplex.server.model.spec.model_spec import (
     StepSpec,
     layer_path,
 )
+from loraplex.server.protocol import Pooling as Pooling
 
+# Makes a norm of a path.
+MakeNorm = Callable[[str], NormSpec]
 _ALL = family.Biases(qkv=True, o=True, mlp=True)
 EMBED, POSITIONS, TYPES, NORM = (
     f"model.{name}" for name in ("embed_tokens", "embed_positions", "embed_types", "embed_norm")
 )
+_PROJECTION = "model.embeddings_project"
 # Of heads for other tasks, and what old versions stored beside weights.
 _UNREAD = (
     r"(cls|lm_head|vocab_\w+|qa_outputs|generator_\w+|discriminator_\w+|classifier|pre_classifier|"
@@ -97,18 +101,28 @@ def layer(sizes: family.ModelSizes, names: EncoderNames) -> LayerSpec:
     return LayerSpec(steps)
 
 
-def embedding(fields: Fields, sizes: family.ModelSizes, first: int = 0) -> EmbeddingSpec:
-    """Make an embedding with positions, types and a norm. first: as of PositionTable."""
-    types = fields.config.get("type_vocab_size", 2)
-    size = sizes.hidden
+def embedding(
+    sizes: family.ModelSizes, first: int = 0, *, types: int, size: int | None = None
+) -> EmbeddingSpec:
+    """Make an embedding with positions and a norm. first: as of PositionTable. types: of tokens; 0
+    = the model has no such table. size: of its rows; None = as wide as the model.
+    """
+    width = sizes.hidden if size is None else size
+    matrix = LinearSpec("in", width, (Part(_PROJECTION, sizes.hidden),), "none", bias=True)
     return EmbeddingSpec(
         EMBED,
         sizes.vocab,
-        size,
+        width,
         positions=PositionTable(POSITIONS, sizes.positions, first),
-        types=PositionTable(TYPES, fields.positive("type_vocab_size", 2)) if types else None,
-        norm=NormSpec(NORM, size, sizes.epsilon, kind="layer", bias=True),
+        types=PositionTable(TYPES, types) if types else None,
+        norm=NormSpec(NORM, width, sizes.epsilon, kind="layer", bias=True),
+        projection=None if width == sizes.hidden else matrix,
     )
+
+
+def types_of(fields: Fields) -> int:
+    """Read the number of types of tokens."""
+    return fields.positive("type_vocab_size", 2)
 
 
 def score_heads(
@@ -128,8 +142,11 @@ def encoder(
     embedding: EmbeddingSpec,
     layers: Sequence[LayerSpec],
     scores: tuple[ScoreSpec, ...],
+    names: tuple[tuple[str, str], ...],
 ) -> ModelSpec:
-    """Make the model from its parts. The norm of the last sum is that behind all layers."""
+    """Make the model from its parts. The norm of the last sum is that behind all layers. names: as
+    of `stored_names`.
+    """
     model = family.model(fields, sizes, layers, sizes.positions, ())
     *steps, last = layers[-1].steps
     norm = model.norm
@@ -148,5 +165,6 @@ def encoder(
         writes=False,
         is_causal=False,
         scores=scores,
+        stored_names=names,
         unread=_UNREAD,
     )

@@ -18,7 +18,8 @@ log = logging.getLogger(__name__)
 
 
 def _build_reference(parts: Parts, why: str) -> Built:
-    ops = TorchOps(parts.model, parts.cache, parts.table, parts.states)
+    biases = parts.weights.biases
+    ops = TorchOps(parts.model, parts.cache, parts.table, parts.states, biases)
     draws = TorchDraws(parts.rows, parts.parameters)
     return Built(parts.decoder(ops), draws, None, None, (), f"plain torch: {why}")
 

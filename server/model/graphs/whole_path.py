@@ -23,8 +23,8 @@ def build_whole(parts: Parts, phases: StartPhases) -> Built:
     `gpu_path.build`.
     """
     limits, model = parts.limits, parts.model
-    attention = WholeAttention(model, parts.cache.dtype, parts.rows.device)
-    linears = parts.weights.linears
+    linears, biases = parts.weights.linears, parts.weights.biases
+    attention = WholeAttention(model, parts.cache.dtype, parts.rows.device, biases)
     reach = (limits.max_context, limits.max_step_tokens)
     context = (model, parts.cache, parts.table, attention, reach)
     ops = CudaOps(*context, summed_sites(parts), row_form(linears), states=parts.states)

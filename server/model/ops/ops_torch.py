@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from loraplex.server.kernels.pointwise.shared_terms import SharedTerms
 from loraplex.server.model.devices.group import DeviceSum
+from loraplex.server.model.distance_biases import biases_within
 from loraplex.server.model.linear.experts import MoeWeights
 from loraplex.server.model.linear.linear import Linear
 from loraplex.server.model.lora.lora import AdapterTable, LoraBatch
@@ -64,7 +65,7 @@ class DecodeGroup:
 class PrefillChunk:
     """Chunk of a prompt: tokens begin .. end of the batch, the last ones of a context of `context`
     tokens. pages: `[groups, 1, p]`. masks: by window, `[end - begin, context]`, or None =
-    plainly causal.
+    plainly causal; with biases, what is added to scores, `[heads, 1, end - begin, context]`.
     """
 
     begin: int
@@ -95,11 +96,17 @@ class TorchOps:
     """Implements `loraplex.server.model.ops.ops.Ops` for any model, dtype and device."""
 
     def __init__(
-        self, model: ModelSpec, cache: KVCache, table: AdapterTable, states: RowStates
+        self,
+        model: ModelSpec,
+        cache: KVCache,
+        table: AdapterTable,
+        states: RowStates,
+        biases: torch.Tensor | None = None,
     ) -> None:
+        """Make the operations for one model. biases: as of ModelWeights."""
         self.model = model
         self.cache = cache
-        self.states = states
+        self.states, self.biases = states, biases
         self.table = table
         self.windows = tuple(set(model.windows))
         self.device = cache.pool.device
@@ -188,7 +195,11 @@ class TorchOps:
     def _chunk_mask(self, start: int, count: int, window: int | None) -> torch.Tensor | None:
         if not self.model.is_causal:
             places = torch.arange(count, device=self.device)
-            return (places - places[:, None]).abs() < (count if window is None else window)
+            seen = (places - places[:, None]).abs() < (count if window is None else window)
+            if self.biases is None:
+                return seen
+            biases = biases_within(self.biases, count).masked_fill(~seen, -torch.inf)
+            return biases.to(self.cache.dtype)[:, None]
         if start == 0 and (window is None or count <= window):
             return None
         seen = torch.arange(start + count, device=self.device)

@@ -23,8 +23,15 @@ class WholeTexts:
 class WholeAttention:
     """Computes attention of texts, each of which is one slice. It keeps nothing."""
 
-    def __init__(self, model: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
-        self._model, self._device = model, device
+    def __init__(
+        self,
+        model: ModelSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        biases: torch.Tensor | None,
+    ) -> None:
+        """Prepare the rotations and rules of a model's layers. biases: as of ModelWeights."""
+        self._model, self._device, self._biases = model, device, biases
         self._turns, self._rules = HeadTurns(model, dtype, device), score_rules(model)
 
     def plan(self, layout: StepLayout) -> WholeTexts:
@@ -47,5 +54,5 @@ class WholeAttention:
         if spec.rope is not None or qk_norm is not None or spec.q_scale is not None:
             heads = torch.cat(turned_heads(spec, qkv, qk_norm, texts.turns), dim=1)
         counts, out = (spec.num_heads, spec.num_kv_heads), qkv.new_empty(len(qkv), spec.q_size)
-        whole_attention(heads, counts, texts.tiles, self._rules[layer], None, out)
+        whole_attention(heads, counts, texts.tiles, self._rules[layer], self._biases, out)
         return out

@@ -306,6 +306,21 @@ class EmbeddingSpec(msgspec.Struct, frozen=True):
                 yield from part.tensors()
 
 
+class DistanceBias(msgspec.Struct, frozen=True):
+    """Biases that all layers add to scores by a key's distance, as T5 has them. path: of the table,
+    `[buckets, heads]`. Half of the buckets are for keys behind the query. most: the distance from
+    which on all share a bucket.
+    """
+
+    path: str
+    buckets: int = 32
+    most: int = 128
+
+    @property
+    def tensor(self) -> str:
+        return f"{self.path}.weight"
+
+
 class ScoreSpec(msgspec.Struct, frozen=True):
     """A score head: `out(norm(activation(dense(x))))` of what `pooling` makes of a text's tokens;
     of all tokens each has scores. path, bias: of out. activation: None = there is no dense. norm:
@@ -364,7 +379,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
     that is not seen, and nothing keeps keys and values.
     scores: score heads that the model or an adapter may have, the usual one first. unread: pattern
     of names of tensors that an encoder's checkpoint may hold for tasks that nobody asks for.
-    unread_modules: such modules that transformers makes for vectors, too.
+    unread_modules: such modules that transformers makes for vectors, too. biases: None = scores
+    have none.
     Raises ValueError where layers differ in what all must share: the modules of each role.
     """
 
@@ -387,6 +403,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     scores: tuple[ScoreSpec, ...] = (ScoreSpec(),)
     unread: str = ""
     unread_modules: tuple[str, ...] = ()
+    biases: DistanceBias | None = None
 
     def __post_init__(self) -> None:
         linears = {linear for layer in set(self.layers) for linear in layer.linears}
@@ -500,6 +517,9 @@ class ModelSpec(msgspec.Struct, frozen=True):
         """
         shapes: dict[str, tuple[int, ...]] = dict(self.embedding.tensors())
         shapes.update(self.norm.tensors())
+        if self.biases is not None:
+            heads = self.layers[0].attention.num_heads
+            shapes[self.biases.tensor] = self.biases.buckets, heads
         if not self.head.tied:
             shapes.update(self.head.linear.tensors())
         if self.classes is not None and self.own_score is not None:

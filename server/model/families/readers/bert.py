@@ -1,4 +1,4 @@
-"""BERT, and RoBERTa with XLM-RoBERTa, which differ in positions and in the score head. Pure."""
+"""BERT, and encoders that differ from it in positions, names and score heads. Pure."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,27 +7,51 @@ from msgspec.structs import replace
 
 from loraplex.server.model.families import encoders
 from loraplex.server.model.families.fields import Fields
-from loraplex.server.model.spec.model_spec import ModelSpec
+from loraplex.server.model.spec.model_spec import DistanceBias, ModelSpec
 
+_OUTPUT = "output.dense"
 _NAMES = encoders.EncoderNames(
     ("attention.self.query", "attention.self.key", "attention.self.value"),
     "attention.output.dense",
     "intermediate.dense",
-    "output.dense",
+    _OUTPUT,
     ("attention.output.LayerNorm", "output.LayerNorm"),
 )
-POOLER = "model.pooler.dense"
-_LAYERS = r"encoder\.layer"
+_MPNET_NAMES = encoders.EncoderNames(
+    ("attention.attn.q", "attention.attn.k", "attention.attn.v"),
+    "attention.attn.o",
+    "intermediate.dense",
+    _OUTPUT,
+    ("attention.LayerNorm", "output.LayerNorm"),
+)
+_DISTIL_NAMES = encoders.EncoderNames(
+    ("attention.q_lin", "attention.k_lin", "attention.v_lin"),
+    "attention.out_lin",
+    "ffn.lin1",
+    "ffn.lin2",
+    ("sa_layer_norm", "output_layer_norm"),
+)
+_DISTIL_KEYS = {
+    "hidden_size": "dim",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "intermediate_size": "hidden_dim",
+    "hidden_act": "activation",
+}
+_LAYERS, _DISTIL_LAYERS = r"encoder\.layer", r"transformer\.layer"
+_POOLER, _DENSE, _LABELS = "model.pooler.dense", "classifier.dense", "classifier.out_proj"
+# Row of MPNet's table before that of the first position, whatever pads.
+_MPNET_PAD = 1
 
 
 def read_bert(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     """BERT: scores are made of what the pooler gives."""
     sizes = encoders.read_sizes(fields)
-    scores = encoders.score_heads(sizes, POOLER, "classifier", "tanh")
+    scores = encoders.score_heads(sizes, _POOLER, "classifier", "tanh")
+    embedding = encoders.embedding(sizes, types=encoders.types_of(fields))
     layers = [encoders.layer(sizes, _NAMES)] * sizes.layers
-    embedding = encoders.embedding(fields, sizes)
-    model = encoders.encoder(fields, sizes, embedding, layers, scores)
-    return replace(model, stored_names=encoders.stored_names("bert", _LAYERS))
+    names = encoders.stored_names("bert", _LAYERS)
+    return encoders.encoder(fields, sizes, embedding, layers, scores, names)
 
 
 def read_roberta(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
@@ -37,9 +61,46 @@ def read_roberta(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     if type(pad) is not int or not 0 <= pad < sizes.positions - 1:
         fields.refuse(f"pad_token_id must be a token before the last position, got {pad!r}")
         pad = 0
-    scores = encoders.score_heads(sizes, "classifier.dense", "classifier.out_proj", "tanh")
+    scores = encoders.score_heads(sizes, _DENSE, _LABELS, "tanh")
+    embedding = encoders.embedding(sizes, pad + 1, types=encoders.types_of(fields))
     layers = [encoders.layer(sizes, _NAMES)] * sizes.layers
-    embedding = encoders.embedding(fields, sizes, pad + 1)
-    model = encoders.encoder(fields, sizes, embedding, layers, scores)
     names = encoders.stored_names("roberta", _LAYERS)
-    return replace(model, stored_names=names, unread_modules=(POOLER,))
+    model = encoders.encoder(fields, sizes, embedding, layers, scores, names)
+    return replace(model, unread_modules=(_POOLER,))
+
+
+def read_electra(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+    """ELECTRA's discriminator: rows of the embedding may be narrower than the model."""
+    sizes = encoders.read_sizes(fields)
+    scores = encoders.score_heads(sizes, _DENSE, _LABELS, "gelu")
+    width = fields.positive("embedding_size", 128)
+    embedding = encoders.embedding(sizes, types=encoders.types_of(fields), size=width)
+    layers = [encoders.layer(sizes, _NAMES)] * sizes.layers
+    names = encoders.stored_names("electra", _LAYERS)
+    return encoders.encoder(fields, sizes, embedding, layers, scores, names)
+
+
+def read_mpnet(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+    """MPNet: scores of attention have biases by distance, the same in all layers."""
+    fields.only("relative_attention_num_buckets", 32)
+    sizes = encoders.read_sizes(fields)
+    scores = encoders.score_heads(sizes, _DENSE, _LABELS, "tanh")
+    embedding = encoders.embedding(sizes, _MPNET_PAD + 1, types=0)
+    layers = [encoders.layer(sizes, _MPNET_NAMES)] * sizes.layers
+    names = encoders.stored_names("mpnet", _LAYERS)
+    model = encoders.encoder(fields, sizes, embedding, layers, scores, names)
+    biases = DistanceBias("model.encoder.relative_attention_bias")
+    return replace(model, biases=biases, unread_modules=(_POOLER,))
+
+
+def read_distilbert(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+    """DistilBERT: BERT under other names, without types of tokens."""
+    config = fields.config
+    named = {key: config[own] for key, own in _DISTIL_KEYS.items() if own in config}
+    fields = fields.changed(**named, layer_norm_eps=1e-12)
+    sizes = encoders.read_sizes(fields)
+    scores = encoders.score_heads(sizes, "pre_classifier", "classifier", "relu")
+    embedding = encoders.embedding(sizes, types=0)
+    layers = [encoders.layer(sizes, _DISTIL_NAMES)] * sizes.layers
+    names = encoders.stored_names("distilbert", _DISTIL_LAYERS)
+    return encoders.encoder(fields, sizes, embedding, layers, scores, names)

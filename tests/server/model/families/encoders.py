@@ -2,7 +2,16 @@
 
 from typing import Any, NamedTuple
 
-from transformers import BertConfig, PretrainedConfig, RobertaConfig, XLMRobertaConfig
+from transformers import (
+    BertConfig,
+    DistilBertConfig,
+    ElectraConfig,
+    ModernBertConfig,
+    MPNetConfig,
+    PretrainedConfig,
+    RobertaConfig,
+    XLMRobertaConfig,
+)
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -31,11 +40,33 @@ class Row(NamedTuple):
 
 
 _BERT = ("query", "value"), ("query", "key", "value", "dense")
+_MODERN = {"local_attention": 10, "global_attn_every_n_layers": 2, "bos_token_id": 0}
+_MODERN |= {"eos_token_id": 2, "cls_token_id": 0, "sep_token_id": 2}
+_BIASES = ("norm_bias", "attention_bias", "mlp_bias", "classifier_bias")
+_BIASED = dict.fromkeys(_BIASES, True)
 ENCODERS: dict[str, Row] = {
     "bert": Row(BertConfig, *_BERT, head=("pooler",)),
     "bert-relu": Row(
         BertConfig, *_BERT, {"hidden_act": "relu", "layer_norm_eps": 1e-5}, ("pooler",)
     ),
     "roberta": Row(RobertaConfig, *_BERT),
+    "distilbert": Row(
+        DistilBertConfig,
+        ("q_lin", "v_lin"),
+        ("q_lin", "k_lin", "v_lin", "out_lin", "lin1", "lin2"),
+        {"dim": 48, "hidden_dim": 112, "n_layers": 3, "n_heads": 3},
+        ("pre_classifier",),
+    ),
+    "mpnet": Row(MPNetConfig, ("q", "v"), ("q", "k", "v", "o", "dense")),
+    "electra": Row(ElectraConfig, *_BERT, {"embedding_size": 48}),
+    "electra-narrow": Row(ElectraConfig, *_BERT, {"embedding_size": 20}),
+    "modernbert": Row(ModernBertConfig, ("Wqkv",), ("Wqkv", "Wo", "Wi"), _MODERN, ("head",)),
+    "modernbert-mean": Row(
+        ModernBertConfig,
+        ("Wqkv",),
+        ("Wqkv", "Wo", "Wi"),
+        {**_MODERN, **_BIASED, "classifier_pooling": "mean", "classifier_activation": "silu"},
+        ("head",),
+    ),
     "xlm-roberta": Row(XLMRobertaConfig, *_BERT, {"type_vocab_size": 1}),
 }

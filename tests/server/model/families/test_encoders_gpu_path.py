@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification
 from loraplex.server.protocol import VectorParams
 from tests.server.model.driver import Driver, Stream, generate
 from tests.server.model.families.encoders import ENCODERS
-from tests.server.model.families.test_encoders import SCORES, random, text
+from tests.server.model.families.test_encoders import random, scores_of, text
 from tests.server.model.gpu_pair import Pair, small_pair
 
 pytestmark = [
@@ -25,10 +25,10 @@ pytestmark = [
 STEPS = ((1, 3), (9, 1), (4, 21))
 
 
-def read(driver: Driver, lengths: tuple[int, ...], shift: int) -> list[np.ndarray]:
+def read(driver: Driver, name: str, lengths: tuple[int, ...], shift: int) -> list[np.ndarray]:
     streams = []
     for row, length in enumerate(lengths * 2):
-        wish = SCORES if row < len(lengths) else VectorParams(pooling="mean")
+        wish = scores_of(name) if row < len(lengths) else VectorParams(pooling="mean")
         stream = Stream(driver, row, text(length, row), slot=(row + shift) % 3 - 1)
         streams.append(stream.read_for(wish))
     generate(driver, streams, 0, 64)
@@ -38,14 +38,16 @@ def read(driver: Driver, lengths: tuple[int, ...], shift: int) -> list[np.ndarra
     return [np.array(stream.vector) for stream in streams]
 
 
-def assert_same(pair: Pair) -> None:
+def assert_same(pair: Pair, name: str) -> None:
     for shift, lengths in enumerate(STEPS):
-        pairs = zip(*(read(d, lengths, shift) for d in (pair.gpu, pair.reference)), strict=True)
+        pairs = zip(
+            *(read(d, name, lengths, shift) for d in (pair.gpu, pair.reference)), strict=True
+        )
         for found, expected in pairs:
             assert np.abs(found - expected).max() < 1e-4
 
 
-@pytest.mark.parametrize("name", ["bert"])
+@pytest.mark.parametrize("name", ["bert", "mpnet", "modernbert"])
 def test_same_as_the_reference(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = ENCODERS[name]
     model = random(AutoModelForSequenceClassification, name, num_labels=3, num_hidden_layers=2)
@@ -54,4 +56,4 @@ def test_same_as_the_reference(name: str, tmp_path: Path, monkeypatch: pytest.Mo
         "few": LoraConfig(r=3, target_modules=list(row.few)),
     }
     with small_pair(model, adapters, tmp_path, monkeypatch) as pair:
-        assert_same(pair)
+        assert_same(pair, name)

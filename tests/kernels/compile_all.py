@@ -285,10 +285,11 @@ def attention(
     decode_attention(qkv, pending, *context, programmatic_launch=early)
 
 
-def fp8_pages(early: bool) -> None:
-    """What writes keys and values in FP8, and what reads them."""
-    k, v = torch.zeros(2, 4, 16, 2, 64).to(torch.float8_e4m3fn)
-    pages = CachePages(k, v, 0.5, 0.25)
+def rounded_pages(early: bool, whole: bool) -> None:
+    """What writes keys and values in FP8 or int8, and what reads them."""
+    k, v = torch.zeros(2, 4, 16, 2, 64).to(torch.int8 if whole else torch.float8_e4m3fn)
+    scales = torch.zeros(2, 4, 2, 16) if whole else (None, None)
+    pages = CachePages(k, v, 0.5, 0.25, *scales)
     rows = torch.zeros(4, dtype=torch.int64)
     rope_append(torch.zeros(4, 6 * 64, dtype=DTYPE), HALVES, rows, rows, pages, None)
     for batch in (1, 256):
@@ -426,7 +427,8 @@ def main() -> None:
         step()
         products(configs)
         quantised(configs)
-        fp8_pages(configs.programmatic_launch)
+        rounded_pages(configs.programmatic_launch, whole=False)
+        rounded_pages(configs.programmatic_launch, whole=True)
     print(*sorted(set(compiled)))
 
 

@@ -7,7 +7,13 @@ import torch
 import triton
 import triton.language as tl
 
-from loraplex.server.kernels.attention.pages import CachePages, as_stored, place_in_pages
+from loraplex.server.kernels.attention.pages import (
+    CachePages,
+    as_stored,
+    as_whole,
+    head_scales,
+    place_in_pages,
+)
 from loraplex.server.kernels.attention.rotation import (
     QkNorm,
     Rotation,
@@ -120,11 +126,19 @@ def _rope_append_kernel(
     tl.store(target + HALF, new_second, mask=is_q)
     page, offset = slot // PAGE_SIZE, slot % PAGE_SIZE
     place = place_in_pages(page, offset, cache[5], KV_HEADS * 2 * HALF)
-    is_k = live & rotated & is_key
+    is_k, is_v = live & rotated & is_key, live & (head >= HEADS + KV_HEADS)
+    scales = cache[6]
+    if scales is not None:
+        of_head = head_scales(new_first, new_second)
+        new_first, new_second = as_whole(new_first, of_head), as_whole(new_second, of_head)
+        at = page * scales[2] + (head - HEADS) * PAGE_SIZE + offset
+        kept = (slot >= 0) & (head < HEADS + 2 * KV_HEADS)
+        tl.store(scales[0] + at, of_head, mask=kept & is_key & rotated)
+        at -= KV_HEADS * PAGE_SIZE
+        tl.store(scales[1] + at, of_head, mask=kept & (head >= HEADS + KV_HEADS))
     target = cache[0] + place + (head - HEADS) * 2 * HALF + d
     tl.store(target, as_stored(new_first, cache[2], target), mask=is_k)
     tl.store(target + HALF, as_stored(new_second, cache[2], target), mask=is_k)
-    is_v = live & (head >= HEADS + KV_HEADS)
     target = cache[1] + place + (head - HEADS - KV_HEADS) * 2 * HALF + d
     tl.store(target, as_stored(new_first, cache[3], target), mask=is_v)
     tl.store(target + HALF, as_stored(new_second, cache[3], target), mask=is_v)

@@ -97,7 +97,7 @@ class _Start:
         # What states launch for prompts depends on these.
         prompt_sizes = () if parts.states else _prompt_sizes(limits, parts.weights.layers)
         backend = prompt_backend(torch.cuda.get_device_capability(rows.device))
-        inside = prompts_in_graphs(parts.model, backend, fp8_cache=parts.cache.is_fp8)
+        inside = prompts_in_graphs(parts.model, backend, rounded_cache=parts.cache.is_rounded)
         captured = prompt_sizes if inside else ()
         most = max(limits.most_decodes + MOST_PADDING, sizes[-1])
         room = (most, max((most, *captured)))
@@ -114,7 +114,7 @@ class _Start:
     def prompt_kernels(self) -> str:
         """Name the kernels that compute prompts, for a person."""
         parts = self.parts
-        names = sorted(set(prompt_kernels(parts.model, fp8_cache=parts.cache.is_fp8)))
+        names = sorted(set(prompt_kernels(parts.model, rounded_cache=parts.cache.is_rounded)))
         return " and ".join(names).replace("FlashInfer", f"FlashInfer ({self.backend})")
 
     @property
@@ -213,7 +213,7 @@ class _Start:
 
     def _token_graphs(self, decoder: CudaDecoder) -> TokenGraphs:
         parts, inside = self.parts, None
-        if prompts_in_graphs(parts.model, self.backend, fp8_cache=parts.cache.is_fp8):
+        if prompts_in_graphs(parts.model, self.backend, rounded_cache=parts.cache.is_rounded):
             page_table, most = parts.rows.page_table, self.prompt_sizes[-1]
             room = PromptRoom(most, MAX_PROMPTS * page_table.shape[-1])
             prompts = PromptAttention(parts.model, parts.cache, self.backend, room)

@@ -140,7 +140,7 @@ class Consumers:
     fused: bool = True
 
     @classmethod
-    def of(cls, model: ModelSpec, *, fp8_cache: bool, summed: SummedSites) -> "Consumers":
+    def of(cls, model: ModelSpec, *, rounded_cache: bool, summed: SummedSites) -> "Consumers":
         branches = {branch for layer in model.layers for branch in layer.branches}
         attentions = [branch for branch in branches if isinstance(branch, AttentionSpec)]
         feeds = [branch for branch in branches if isinstance(branch, FeedForwardSpec)]
@@ -160,7 +160,7 @@ class Consumers:
             whole.add("gate_up")  # no activation shrinks for down
         sums_first = any(of.norms_all_heads for of in attentions) or not model.is_causal
         fused = model.quantisation is None
-        return cls(frozenset(whole), summed, sums_first or fp8_cache, fused=fused)
+        return cls(frozenset(whole), summed, sums_first or rounded_cache, fused=fused)
 
     def strategies(self, regime: Regime, tokens: int) -> Strategies:
         """The row of STRATEGIES, with IN_PLACE for what a consumer cannot finish."""

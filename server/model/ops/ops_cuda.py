@@ -183,7 +183,7 @@ class CudaOps:
         self.rotations = Rotations(model, max_context, self.device)
         context = (self._configs, table, cache.dtype, self.device, max_tokens)
         self._batches = LoraBatches(
-            *context, Consumers.of(model, fp8_cache=cache.is_fp8, summed=summed)
+            *context, Consumers.of(model, rounded_cache=cache.is_rounded, summed=summed)
         )
         self._lora_linear = LoraLinear(
             self._configs, table.device_table, self.products, self.device

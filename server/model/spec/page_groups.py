@@ -58,6 +58,12 @@ def page_groups(model: ModelSpec) -> PageGroups:
     return replace(found, layers=tuple(of_each))
 
 
+def page_heads(model: ModelSpec) -> int:
+    """Most heads of keys, in all layers of a group together, that a page has room for."""
+    width, attentions = page_groups(model).width, model.attentions.values()
+    return width // min((of.head_dim for of in attentions), default=1)
+
+
 def _pages(attention: AttentionSpec, max_context: int) -> LayerPages:
     window = attention.window
     if window is not None and window >= max_context:

@@ -24,6 +24,7 @@ from loraplex.server.kernels.attention.pages import (
 from loraplex.server.kernels.attention.rotation import (
     QkNorm,
     Rotation,
+    head_factor,
     load_angles,
     norm_and_rotate,
     norm_arguments,
@@ -100,7 +101,8 @@ def decode_attention(
     programmatic_launch: bool,
 ) -> None:
     """Compute attention of one new token a sequence, and write its keys and values to the cache.
-    qkv: `[batch, (heads + 2 kv_heads) * head_dim]`, contiguous; pending: LoRA of it, computed
+    qkv: `[batch, (heads + 2 kv_heads) * head_dim]`, contiguous, or of fewer parts
+    (`CachePages.parts`); pending: LoRA of it, computed
     beside it. cache: features of k lie as `rotation.py` says. out: `[batch, heads, head_dim]`.
     One kernel, two with a norm over all heads. Raises ValueError on a mismatch, and where
     scratch has no room for the batch.
@@ -109,7 +111,7 @@ def decode_attention(
     if len(qkv) > len(scratch.done) or work.items.shape[1] > len(scratch.sums):
         raise ValueError(f"scratch is for {len(scratch.done)} sequences, the batch has {len(qkv)}")
     page_size, kv_heads, head_dim = cache.k.shape[1:]
-    heads = qkv.shape[1] // head_dim - 2 * kv_heads
+    heads = cache.heads(qkv.shape[1])
     sizes = (heads * head_dim, kv_heads * head_dim)
     factors = norm_factors(qkv, pending, norm, sizes, programmatic_launch=programmatic_launch)
     group = heads // kv_heads
@@ -138,6 +140,7 @@ def decode_attention(
         BLOCK_Q=triton.next_power_of_2(group),
         BLOCK_H=max(16, triton.next_power_of_2(head_dim // 2)),
         BLOCK_N=block_n,
+        PARTS=cache.parts,
         NORM=norm_switch(norm),
         TURNS=batch.turns is not None,
         LORA=pending is not None,
@@ -205,6 +208,7 @@ def _decode_attention_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PARTS: tl.constexpr,
     NORM: tl.constexpr,
     TURNS: tl.constexpr,
     LORA: tl.constexpr,
@@ -225,19 +229,20 @@ def _decode_attention_kernel(
         position = tl.load(positions_ptr + seq).to(tl.int32)
         pages_ptr = page_table_ptr + tl.load(rows_ptr + seq).to(tl.int64) * stride_pages
         slot = tl.load(slots_ptr + seq) if LORA else seq * 0 - 1
-        row = seq.to(tl.int64) * ((GROUP + 2) * KV_HEADS * HEAD_DIM)
+        row = seq.to(tl.int64) * ((GROUP + PARTS - 1) * KV_HEADS * HEAD_DIM)
         turn = tl.load(turns_ptr + seq) if TURNS else position.to(tl.int64)
         token = _new_token(
             qkv_ptr + row, delta_ptr + row, ranks_at(ints_ptr, record_of(slot, site, num_sites)),
             slot, kv_head, (norm[0], norm[1], norm[2] + seq.to(tl.int64) * 2), tables, turn,
-            GROUP, KV_HEADS, HEAD_DIM, BLOCK_Q, BLOCK_H, NORM, LORA, PAIRS, INTERLEAVED, SCALED,
+            GROUP, KV_HEADS, HEAD_DIM, BLOCK_Q, BLOCK_H, PARTS, NORM, LORA,
+            PAIRS, INTERLEAVED, SCALED,
         )  # fmt: skip
         seen = tl.maximum(position + 1 - window, 0) if WINDOWED else position * 0
         origin = seen // PIECE_STEP * PIECE_STEP
         so_far = _attend_piece(
             token, origin + number * piece, piece, position, seen, pages_ptr, cache,
             sinks_ptr, kv_head, (inner, outer), GROUP, KV_HEADS, HEAD_DIM, PAGE_SIZE,
-            max(16, BLOCK_Q), BLOCK_N, BLOCK_H, CAPPED, WINDOWED, SINKS,
+            max(16, BLOCK_Q), BLOCK_N, BLOCK_H, PARTS, CAPPED, WINDOWED, SINKS,
         )  # fmt: skip
         _write(
             so_far, item, number, (position - origin) // piece + 1, kv_head,
@@ -266,6 +271,7 @@ def _new_token(
     HEAD_DIM: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    PARTS: tl.constexpr,
     NORM: tl.constexpr,
     LORA: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -273,14 +279,15 @@ def _new_token(
     SCALED: tl.constexpr,
 ) -> tuple[Any, Any, Any]:
     """Halves of q, each `[BLOCK_Q, BLOCK_H]`, of k and of v, each `[1, BLOCK_H]`, of the token, as
-    they are used. norm: weights, epsilon, factors of the token. turn: row of the tables."""
+    they are used; k and v are zeros where the product has q alone. norm: weights, epsilon, factors
+    of the token. turn: row of the tables."""
     HEADS: tl.constexpr = GROUP * KV_HEADS
     HALF: tl.constexpr = HEAD_DIM // 2
     touched = slot >= 0
     if LORA:
         rank_q = tl.load(ranks_ptr, mask=touched, other=0)
         rank_k = tl.load(ranks_ptr + 1, mask=touched, other=0)
-        rank_v = tl.load(ranks_ptr + 2, mask=touched, other=0)
+        rank_v = tl.load(ranks_ptr + PARTS - 1, mask=touched, other=0)
     else:
         rank_q, rank_k, rank_v = 0, 0, 0
     g = tl.arange(0, BLOCK_Q)[:, None]
@@ -289,16 +296,25 @@ def _new_token(
         x_ptr, delta_ptr, rank_q, kv_head * GROUP + g, (g < GROUP) & inside,
         norm, tables, turn, HEAD_DIM, BLOCK_H, NORM, LORA, PAIRS, INTERLEAVED, SCALED,
     )  # fmt: skip
-    k_head = tl.zeros((1, 1), tl.int32) + (HEADS + kv_head)
-    k = _rotated(
-        x_ptr, delta_ptr, rank_k, k_head, inside,
-        (norm[0], norm[1], norm[2] + 1), tables, turn,
-        HEAD_DIM, BLOCK_H, NORM, LORA, PAIRS, INTERLEAVED, False,
-    )  # fmt: skip
     dtype = x_ptr.dtype.element_ty
-    at = (k_head + KV_HEADS) * HEAD_DIM + tl.arange(0, BLOCK_H)[None, :]
-    a, b = _adapted(x_ptr, delta_ptr, rank_v, at, HALF, inside, HALF, BLOCK_H, LORA)
-    return q, k, (a.to(dtype), b.to(dtype))
+    if PARTS == 1:
+        nothing = tl.zeros((1, BLOCK_H), dtype)
+        k, v = (nothing, nothing), (nothing, nothing)
+    else:
+        k_head = tl.zeros((1, 1), tl.int32) + (HEADS + kv_head)
+        k = _rotated(
+            x_ptr, delta_ptr, rank_k, k_head, inside,
+            (norm[0], norm[1], norm[2] + 1), tables, turn,
+            HEAD_DIM, BLOCK_H, NORM, LORA, PAIRS, INTERLEAVED, False,
+        )  # fmt: skip
+        at = (k_head + (PARTS - 2) * KV_HEADS) * HEAD_DIM + tl.arange(0, BLOCK_H)[None, :]
+        a, b = _adapted(x_ptr, delta_ptr, rank_v, at, HALF, inside, HALF, BLOCK_H, LORA)
+        if NORM == 3:
+            factor = head_factor(a, b, norm[1], HALF)
+            a *= factor
+            b *= factor
+        v = (a.to(dtype), b.to(dtype))
+    return q, k, v
 
 
 @triton.jit
@@ -379,6 +395,7 @@ def _attend_piece(
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    PARTS: tl.constexpr,
     CAPPED: tl.constexpr,
     WINDOWED: tl.constexpr,
     SINKS: tl.constexpr,
@@ -400,7 +417,15 @@ def _attend_piece(
     kept = tl.where(is_last, HALF, 0)
     # As later tokens will find them.
     new_k, new_v = token[1], token[2]
-    if scales is not None:
+    if PARTS == 1:
+        if scales is not None:
+            at = page * scales[2] + position % PAGE_SIZE
+            new_k = _load_halves(k_ptr + place, scales[0] + at, True, HALF, BLOCK_H)
+            new_v = _load_halves(v_ptr + place, scales[1] + at, True, HALF, BLOCK_H)
+        else:
+            new_k = _load_halves(k_ptr + place, k_ptr, False, HALF, BLOCK_H)
+            new_v = _load_halves(v_ptr + place, v_ptr, False, HALF, BLOCK_H)
+    elif scales is not None:
         at = page * scales[2] + position % PAGE_SIZE
         new_k = _keep_whole(new_k, k_ptr + place, scales[0] + at, kept, HALF, BLOCK_H)
         new_v = _keep_whole(new_v, v_ptr + place, scales[1] + at, kept, HALF, BLOCK_H)
@@ -417,6 +442,26 @@ def _attend_piece(
         begin, tl.minimum(begin + piece, position), seen, pages_ptr, k_ptr, v_ptr, cache[5],
         scales, factors, TOKEN, HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_H, CAPPED, WINDOWED,
     )  # fmt: skip
+
+
+@triton.jit
+def _load_halves(
+    from_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    SCALED: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+) -> tuple[Any, Any]:
+    """Both halves of a head as pages have them, float32 `[1, BLOCK_H]` each, 0 beyond HALF; times
+    a scale, where they are SCALED."""
+    h = tl.arange(0, BLOCK_H)[None, :]
+    a = tl.load(from_ptr + h, mask=h < HALF, other=0.0).to(tl.float32)
+    b = tl.load(from_ptr + HALF + h, mask=h < HALF, other=0.0).to(tl.float32)
+    if SCALED:
+        scale = tl.load(scale_ptr)
+        a *= scale
+        b *= scale
+    return a, b
 
 
 @triton.jit

@@ -21,6 +21,8 @@ class CachePages(NamedTuple):
     page contiguous, of one stride from page to page; both of the queries' dtype, or both FP8
     (E4M3): then keys are `k * k_scale`, values `v * v_scale`. In int8 each head of a token has
     scales of its own: k_scales, v_scales, float32 `[pages, kv_heads, page_size]`, as contiguous.
+    parts: of the layer's product: 3 = q, k and v; 2 = q and k, which is v before norm and rotation;
+    1 = q alone, and new keys and values are in their pages already.
     """
 
     k: torch.Tensor
@@ -29,6 +31,12 @@ class CachePages(NamedTuple):
     v_scale: float = 1.0
     k_scales: torch.Tensor | None = None
     v_scales: torch.Tensor | None = None
+    parts: int = 3
+
+    def heads(self, features: int) -> int:
+        """Heads of q in a product of so many features."""
+        kv_heads, head_dim = self.k.shape[2:]
+        return features // head_dim - (self.parts - 1) * kv_heads
 
     @property
     def stride(self) -> int:

@@ -179,7 +179,7 @@ class _Start:
         logits.
         """
         weights, sizes = self.parts.weights, self.row_sizes
-        self.ops.products.load(sizes, [linear for linear, *_ in _by_shape(weights.layers)])
+        self.ops.products.load(sizes, [linear for linear, *_ in _by_shape(weights.linears)])
         most_logits = max(self.parts.limits.most_decodes, LOGITS_ROWS)
         self.ops.products.load(sizes_up_to(sizes, most_logits), [weights.lm_head])
 
@@ -202,7 +202,7 @@ class _Start:
     def _products(self) -> Iterator[tuple[Sequence[int], list[list[Linear]]]]:
         """Numbers of rows, and for each shape of a product that has them its matrices."""
         weights = self.parts.weights
-        yield sorted({*self.sizes, *self.prompt_sizes}), _by_shape(weights.layers)
+        yield sorted({*self.sizes, *self.prompt_sizes}), _by_shape(weights.linears)
         # Of steps with prompts no graph has the head.
         yield self.sizes, [[weights.lm_head]]
 
@@ -236,12 +236,11 @@ def summed_sites(parts: Parts) -> SummedSites:
     return SummedSites(before, summed, group.term_rows)
 
 
-def _by_shape(layers: Iterable[LayerWeights]) -> list[list[Linear]]:
-    """Linears that every token passes, of all layers, grouped by shape."""
+def _by_shape(linears: Iterable[Linear]) -> list[list[Linear]]:
+    """Group linears by shape."""
     found: dict[tuple[object, ...], list[Linear]] = {}
-    for layer in layers:
-        for linear in layer.linears:
-            found.setdefault(linear.kind, []).append(linear)
+    for linear in linears:
+        found.setdefault(linear.kind, []).append(linear)
     return list(found.values())
 
 

@@ -106,6 +106,7 @@ def workspace_bytes(model: ModelSpec, engine: EngineConfig) -> int:
     inner = max(_inner_width(layer, model.hidden_size) for layer in model.layers)
     attentions = model.attentions.values()
     widths = 4 * model.hidden_size + max(map(_mixer_width, model.layers)) + inner
+    widths += _inputs_width(model)
     activations = engine.max_step_tokens * widths * item
     # Of every row in the model's dtype twice: those of the graphs, and those of a step outside.
     # What new ids add comes when the activations are gone.
@@ -202,6 +203,13 @@ def _inner_width(layer: LayerSpec, hidden: int) -> int:
         width = 3 * branch.size
         found += branch.top_k * (width + 2 * hidden) if isinstance(branch, MoeSpec) else width
     return found
+
+
+def _inputs_width(model: ModelSpec) -> int:
+    """Numbers that a token needs for what layers read beside the stream: the product, its norm, the
+    table's rows and the sum."""
+    inputs = model.embedding.inputs
+    return 0 if inputs is None else 2 * inputs.layers * (inputs.size + inputs.own_size)
 
 
 def _rotation_bytes(model: ModelSpec, context: int) -> int:

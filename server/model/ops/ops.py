@@ -41,8 +41,12 @@ class KVCache:
         scales: tuple[KvScales, ...],
         token_scales: torch.Tensor | None = None,
     ) -> None:
-        self.pool, self.groups, self.dtype, self.scales = pool, groups, dtype, scales
+        self.pool, self.groups, self.dtype = pool, groups, dtype
         self.page_size, self._token_scales = page_size, token_scales
+        keys_of = {layer: of.keys_of for layer, of in model.attentions.items()}
+        readers = {layer: other for layer, other in keys_of.items() if other is not None}
+        self.scales = tuple(scales[readers.get(layer, layer)] for layer in range(len(scales)))
+        self._parts = {layer: of.parts for layer, of in model.attentions.items()}
         self._layers = {
             layer: self._views(model.layers[layer].attention, place)
             for layer, (group, place) in enumerate(groups.layers)
@@ -111,6 +115,10 @@ class KVCache:
                 most = torch.finfo(to.dtype).max
                 new = _plain((new / self.scales[layer][i]).clamp(-most, most).to(to.dtype))
             _plain(to)[pages, offsets] = new
+
+    def parts(self, layer: int) -> int:
+        """Parts of the layer's product, as of `AttentionSpec.parts`."""
+        return self._parts[layer]
 
     def read(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Read keys and values of these pages, `[n, p]`: `[n, kv_heads, p * page_size, head_dim]`
@@ -278,9 +286,9 @@ class Ops(Protocol[P, L, Y]):
         """Attention as the layer's AttentionSpec says: norm and rotate q and k, write k and v into
         their pages, and attend over the pages, causally: -> `[tokens, heads * head_dim]`.
 
-        qkv `[tokens, (heads + 2 kv_heads) * head_dim]`, may be overwritten; with gates it has twice
-        the heads of q. qk_norm `[heads + kv_heads, head_dim]`, sinks float32 `[heads]`; None =
-        without.
+        qkv `[tokens, (heads + 2 kv_heads) * head_dim]`, or of fewer parts (`AttentionSpec.parts`),
+        may be overwritten; with gates it has twice the heads of q. qk_norm `[heads + kv_heads,
+        head_dim]`, or of q alone, sinks float32 `[heads]`; None = without.
         """
         ...
 

@@ -297,7 +297,7 @@ class TorchOps:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         spec = self.model.layers[layer].attention
-        if spec.v_epsilon is not None:
+        if spec.norms_values:
             qkv = with_values(qkv, spec)
         if spec.is_gated:
             qkv, gate = without_gate(qkv, spec)
@@ -319,10 +319,11 @@ class TorchOps:
         if sinks is not None:
             sinks = sinks.view(*grouped.shape[1:3], 1)
         if self.model.is_causal:
-            group = self.cache.groups.group(layer)
-            # A reused page may hold another sequence's NaN behind the last token written.
-            self.cache.clear(layer, plan.fresh_pages[group])
-            self.cache.write(layer, plan.pages[group], plan.offsets, k, v)
+            if spec.keys_of is None:
+                group = self.cache.groups.group(layer)
+                # A reused page may hold another sequence's NaN behind the last token written.
+                self.cache.clear(layer, plan.fresh_pages[group])
+                self.cache.write(layer, plan.pages[group], plan.offsets, k, v)
             return self._attend_pages(plan, layer, grouped, sinks).flatten(1)
         out = torch.empty_like(grouped)
         for chunk in plan.chunks:

@@ -30,6 +30,7 @@ GROUPS: Mapping[str, frozenset[str]] = {
             "secret",
             "workers",
             "worker_id",
+            "model_card",
             "admin_key",
             "advertise",
         }

@@ -361,7 +361,8 @@ class ChoiceResult(msgspec.Struct, frozen=True):
 
 class PromptInfo(msgspec.Struct, frozen=True):
     """Facts about a prompt that are known before the first token. tokens: with logprobs when prompt
-    logprobs were asked for. token_ids: as the model read them.
+    logprobs were asked for. token_ids: as the model read them. spans: characters of each token,
+    where tokens have classes; nothing of the text = none.
     """
 
     prompt_index: int
@@ -370,12 +371,14 @@ class PromptInfo(msgspec.Struct, frozen=True):
     cached_tokens: int = 0
     tokens: tuple[TextToken, ...] = ()
     token_ids: Sequence[int] = ()
+    spans: Sequence[tuple[int, int]] = ()
 
 
 class AnswerHead(msgspec.Struct, frozen=True):
     """Facts that every part of one answer shares. model: as the caller named it.
 
-    seed: the one in use. labels: of a classifier's classes. unbound: see GenerationCall.
+    seed: the one in use. labels: of a classifier's classes; of_tokens: each token has them.
+    unbound: see GenerationCall.
     adapter_scale: as asked for.
     """
 
@@ -387,5 +390,6 @@ class AnswerHead(msgspec.Struct, frozen=True):
     seed: int
     base_digest: str = ""
     labels: tuple[str, ...] = ()
+    of_tokens: bool = False
     unbound: tuple[str, ...] = ()
     adapter_scale: float = 1.0

@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from loraplex.adapters.base import BaseNorm, BaseSpec, ScoreParts
-from loraplex.adapters.classes import HEAD_OF_CLASSES, MOST_LABELS
+from loraplex.adapters.classes import HEAD_OF_CLASSES, MOST_LABELS, MOST_TOKEN_LABELS
 from loraplex.adapters.peft.config import (
     TOKEN_CLS,
     PeftConfig,
@@ -248,7 +248,8 @@ def place_head(
         message = f"the file has a part of a score head, and no weights {missing[0]}"
         findings.add("missing_tensor", missing[0], message)
         return None
-    labels = _check_labels(tensors[parts.labels], base, findings)
+    most = MOST_TOKEN_LABELS if parts.of_tokens else MOST_LABELS
+    labels = _check_labels(tensors[parts.labels], base, most, findings)
     placed = []
     for number, (name, shape) in enumerate(parts.tensors):
         if name in tensors and labels:
@@ -257,12 +258,12 @@ def place_head(
     return OwnScores(tuple(placed), parts.of_tokens) if placed else None
 
 
-def _check_labels(tensor: TensorInfo, base: BaseSpec, findings: Findings) -> int:
-    """Checks the weight of a score head's labels. Returns their number."""
+def _check_labels(tensor: TensorInfo, base: BaseSpec, most: int, findings: Findings) -> int:
+    """Checks the weight of a head's labels, of which there may be `most`. Returns their number."""
     name = tensor.name
     labels = tensor.shape[0] if len(tensor.shape) == 2 else 0
-    if not 0 < labels <= MOST_LABELS or tensor.shape[1] != base.hidden_size:
-        expected = f"1 to {MOST_LABELS} labels of {base.hidden_size} numbers each"
+    if not 0 < labels <= most or tensor.shape[1] != base.hidden_size:
+        expected = f"1 to {most} labels of {base.hidden_size} numbers each"
         message = f"{name}: expected {expected}, got {list(tensor.shape)}"
         findings.add("shape_mismatch", name, message)
     elif base.num_classes not in (0, labels):

@@ -443,6 +443,7 @@ def _head(
         seed=tokenised.seed,
         base_digest=card.base_digest,
         labels=() if card.classes is None else card.classes.labels,
+        of_tokens=card.classes is not None and card.classes.of_tokens,
         unbound=tokenised.call.unbound,
         adapter_scale=choice.scale if isinstance(choice, AdapterChoice) else 1.0,
     )

@@ -322,6 +322,7 @@ class Generation:
             cached_tokens=event.cached_tokens or 0,
             tokens=tokens,
             token_ids=prompt.ids,
+            spans=prompt.spans,
         )
         self.prompts.append(info)
         return info

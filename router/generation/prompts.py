@@ -30,7 +30,7 @@ class Prompt(msgspec.Struct, frozen=True):
     """A prompt as the model reads it. text: as given or rendered (of token ids: decoded). parts:
     one for each id, where logprobs of the prompt are asked for. detokenizer: has read the
     prompt, which an answer follows. rendered: of a chat. second: place of the first token of a
-    pair's second text; None = the model marks none.
+    pair's second text; None = the model marks none. spans: as of PromptInfo.
     """
 
     text: str
@@ -39,6 +39,7 @@ class Prompt(msgspec.Struct, frozen=True):
     detokenizer: Detokenizer | None = None
     rendered: Rendered = Rendered("")
     second: int | None = None
+    spans: Sequence[tuple[int, int]] = ()
 
 
 async def build_prompts(

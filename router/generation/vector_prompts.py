@@ -5,6 +5,7 @@ Runs on the event loop; long texts are encoded in threads.
 """
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -13,6 +14,7 @@ from loraplex.router.generation.prompts import MAX_ENCODED, Prompt, check_ids, i
 from loraplex.router.text.model import TextModel
 from loraplex.server.protocol import ModelCard, VectorForm
 
+T = TypeVar("T")
 # What sentence-transformers calls the prompts of the two texts of a pair.
 QUERY, DOCUMENT = "query", "document"
 
@@ -41,9 +43,13 @@ async def class_prompts(call: GenerationCall, model: TextModel) -> list[Prompt]:
     """Makes the prompts of texts for a classifier. It raises as `vector_prompts` does."""
     reader = TextReader(call, model, model.card.max_context)
     size = sum(map(len, call.prompts))
+    classes = model.card.classes
+    of_tokens = classes is not None and classes.of_tokens
 
     def read() -> list[Prompt]:
         found = [reader.prompt(text, "", reader.field(i)) for i, text in enumerate(call.prompts)]
+        if of_tokens:
+            return [reader.with_spans(prompt) for prompt in found]
         return [unpadded(prompt, model) for prompt in found]
 
     return await model.turns.run(size, read)
@@ -134,6 +140,15 @@ class TextReader:
             ids = self._cut(ids, *self._inside(text, ids))
         return self.checked(text, ids, field)
 
+    def with_spans(self, prompt: Prompt) -> Prompt:
+        """Find the characters of each token. Ids of a text may have been cut."""
+        if not prompt.text:
+            return prompt
+        found = list(self._model.spans(prompt.text, self._call.add_special_tokens))
+        kept = self._cut(found, *self._inside(prompt.text, [span.id for span in found]))
+        places = [(span.start, span.stop) for span in kept]
+        return msgspec.structs.replace(prompt, spans=places)
+
     def check_size(self, text: str, field: str) -> None:
         """Checks that a text is short enough to be encoded. Raises RequestError."""
         if self._call.truncate is None:
@@ -160,7 +175,7 @@ class TextReader:
         before = next((i for i in places if ids[i : i + len(own)] == own), 0)
         return (before + len(own), before) if len(own) < len(ids) else (len(ids), 0)
 
-    def _cut(self, ids: list[int], end: int, begin: int) -> list[int]:
+    def _cut(self, ids: list[T], end: int, begin: int) -> list[T]:
         """Cuts ids to as many as the model reads, if the call wants that. begin, end: of the tokens
         that may go.
         """

@@ -102,7 +102,8 @@ class TorchExecutor:
         self._row_sizes = built.row_sizes
         self._parameters = parts.parameters
         self._sampler = Sampler(self._rows, self._parameters, built.draws)
-        self._pooler = Pooler(ScoreHeads(built.decoder, self._table).scores, self.device)
+        heads = ScoreHeads(built.decoder, self._table)
+        self._pooler = Pooler(heads.scores, heads.vectors, self.device)
         self._masks = MaskMemory(self.limits.most_decodes, self.device)
         vectors = OutputVectors(parts.weights, self._table.sites).pieces
         self._copies = AdapterCopies(self._table, host_arena, vectors)

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch.nn import functional
 
-from loraplex.adapters.sharding import WHOLE, Shard, Span
+from loraplex.adapters.sharding import WHOLE, Shard
 from loraplex.server.config import AtLoad
-from loraplex.server.model.checkpoint.checkpoint import stored_tensors, tables
+from loraplex.server.model.checkpoint.checkpoint import CheckpointError, stored_tensors, tables
 from loraplex.server.model.checkpoint.layer_forms import as_stored
+from loraplex.server.model.checkpoint.sentence_files import DENSE_WEIGHTS, dense_forms
 from loraplex.server.model.checkpoint.stored_forms import stored_forms
 from loraplex.server.model.checkpoint.tensor_table import check_tensors, kinds
 from loraplex.server.model.checkpoint.text_part import model_shards
@@ -29,10 +32,10 @@ from loraplex.server.model.spec.model_spec import (
     SINKS,
     XIELU,
     XIELU_TENSORS,
+    Activation,
     AttentionSpec,
     Branch,
     EmbeddingSpec,
-    LayerInputs,
     MlpSpec,
     ModelSpec,
     NormSpec,
@@ -56,7 +59,7 @@ class KvScales(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
     """Weights of an attention. qk_norm: `[heads + kv_heads, head_dim]`, one row a head of q, then
-    of k, if it has some. sinks: float32 `[heads]`. kv_scales: those that the checkpoint has."""
+    of k. sinks: float32 `[heads]`. kv_scales: those that the checkpoint has."""
 
     qkv: Linear
     o: Linear
@@ -138,34 +141,28 @@ ScoreTensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class InputWeights:
-    """Weights of what layers read beside the stream, as `spec` says. table: `[rows, layers,
-    features]`, those that the device has. mine: these features of all."""
-
-    spec: LayerInputs
-    table: torch.Tensor
-    linear: Linear
-    norm: Norm
-    mine: slice
-
-
-@dataclass(frozen=True, slots=True)
 class EmbeddingWeights:
     """Weights beside the table of an embedding. positions: what positions add, `[types * positions,
-    size]`: those of a first text, then those of a second one. inputs: of layers beside the
-    stream."""
+    size]`: those of a first text, then those of a second one."""
 
     positions: torch.Tensor | None = None
     norm: Norm | None = None
     projection: Linear | None = None
-    inputs: InputWeights | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VectorDense:
+    """A product and an activation that a pooled vector goes through, in float32."""
+
+    linear: DenseLinear
+    activation: Activation | None
 
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
     """Weights of the device's part of a model. embed: `[vocab, size]`; the head's matrix is the
     same tensor when they are tied. score: what the checkpoint has of score heads. biases: as of
-    `distance_biases`, of all distances that texts have.
+    `distance_biases`, of all distances that texts have. dense: what pooled vectors go through.
     """
 
     embed: torch.Tensor
@@ -175,13 +172,12 @@ class ModelWeights:
     score: ScoreTensors
     embedding: EmbeddingWeights = EmbeddingWeights()
     biases: torch.Tensor | None = None
+    dense: tuple[VectorDense, ...] = ()
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """The matrices that every token is multiplied with, but the head's."""
-        inputs = self.embedding.inputs
-        beside = () if inputs is None else (inputs.linear,)
-        return *chain.from_iterable(layer.linears for layer in self.layers), *beside
+        """The matrices that every token is multiplied with."""
+        return tuple(chain.from_iterable(layer.linears for layer in self.layers))
 
 
 def load_weights(
@@ -224,7 +220,28 @@ def load_weights(
         norm = _norm(source, model.norm)
         beside = _load_embedding(source, model.embedding)
         parts = embed, tuple(layers), norm, head, _load_scores(source, model), beside
-        return ModelWeights(*parts, _load_biases(source, model))
+        return ModelWeights(*parts, _load_biases(source, model), _load_dense(folder, device))
+
+
+def _load_dense(folder: Path, device: torch.device) -> tuple[VectorDense, ...]:
+    """Read the products of sentence-transformers' modules, which files of their own hold. Raises
+    CheckpointError.
+    """
+    found = []
+    for form in dense_forms(folder):
+        path = folder / form.path / DENSE_WEIGHTS
+        try:
+            tensors = {name: t.float().to(device) for name, t in load_file(path).items()}
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path}: cannot be read ({error})") from None
+        weight, bias = tensors.get("linear.weight"), tensors.get("linear.bias")
+        shape = (form.out_features, form.in_features)
+        if weight is None or weight.shape != shape or form.bias is (bias is None):
+            raise CheckpointError(
+                f"{path}: expected linear.weight {list(shape)}, as config.json says"
+            )
+        found.append(VectorDense(DenseLinear(weight, bias), form.activation))
+    return tuple(found)
 
 
 def _load_biases(source: WeightSource, model: ModelSpec) -> torch.Tensor | None:
@@ -248,16 +265,7 @@ def _load_embedding(source: WeightSource, spec: EmbeddingSpec) -> EmbeddingWeigh
         added = (of_types if added is None else of_types + added).flatten(0, 1)
     norm = None if spec.norm is None else _norm(source, spec.norm)
     projection = None if spec.projection is None else source.linear(spec.projection)
-    return EmbeddingWeights(added, norm, projection, _load_inputs(source, spec.inputs))
-
-
-def _load_inputs(source: WeightSource, spec: LayerInputs | None) -> InputWeights | None:
-    if spec is None:
-        return None
-    piece = Span(spec.size).piece(source.shard)
-    stored = source.mapped(spec.tensor).view(spec.rows, spec.layers, spec.size)[..., piece]
-    table = torch.empty(stored.shape, dtype=source.dtype, device=source.device).copy_(stored)
-    return InputWeights(spec, table, source.linear(spec.linear), _norm(source, spec.norm), piece)
+    return EmbeddingWeights(added, norm, projection)
 
 
 def _load_layer(source: WeightSource, model: ModelSpec, index: int) -> LayerWeights:
@@ -349,12 +357,13 @@ def _chooser(source: WeightSource, spec: LinearSpec, index: int) -> DenseLinear:
 
 
 def _qk_norm(source: WeightSource, spec: AttentionSpec, index: int) -> torch.Tensor | None:
-    weights = [
+    if spec.q_norm is None or spec.k_norm is None:
+        return None
+    q, k = (
         source.heads(_norm(source, norm, index).weight.view(-1, spec.head_dim).expand(heads, -1))
         for norm, heads in ((spec.q_norm, spec.num_heads), (spec.k_norm, spec.num_kv_heads))
-        if norm is not None
-    ]
-    return torch.cat(weights) if weights else None
+    )
+    return torch.cat((q, k))
 
 
 def _sinks(source: WeightSource, spec: AttentionSpec, index: int) -> torch.Tensor | None:

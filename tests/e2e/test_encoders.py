@@ -1,5 +1,5 @@
-"""An encoder by HTTP gives what transformers, PEFT and its own tokenizer give: vectors, classes and
-fits of pairs, with adapters by turns; it writes no text."""
+"""An encoder by HTTP gives what transformers, PEFT and its own tokenizer give: vectors, classes,
+classes of tokens, entities and fits of pairs, with adapters by turns; it writes no text."""
 
 import json
 from collections.abc import Iterator
@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModel,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     BertConfig,
     BertModel,
     BertTokenizer,
+    pipeline,
 )
 
 from tests.e2e.serving import Serving, start_serving
@@ -28,7 +31,10 @@ LABELS = ("good", "bad", "odd")
 TEXTS = ["the cat sat on the mat", "A dog!", "the dog sat on the cat and the cat on the mat"]
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 WORDS = (*SPECIAL, "the", "a", "cat", "dog", "sat", "on", "mat", "and", "!", ".")
-ADAPTERS = {"plain": 0, "moods": len(LABELS), "fit": 1}  # labels of its head
+TAGS = ("O", "B-PET", "I-PET", "B-THING", "I-THING")
+# Labels of its head.
+ADAPTERS = {"plain": 0, "moods": len(LABELS), "fit": 1, "tags": len(TAGS)}
+SIZE = 20  # of vectors
 
 
 class Oracle:
@@ -38,19 +44,29 @@ class Oracle:
         self.folder = folder
         self.tokenizer = BertTokenizer.from_pretrained(folder / "base")
 
-    @torch.inference_mode()
-    def run(self, adapter: str | None, *texts: str) -> Any:
-        labels = ADAPTERS[adapter] if adapter else 0
-        kind: Any = AutoModelForSequenceClassification if labels else AutoModel
-        options = {"num_labels": labels} if labels else {}
-        model: Any = kind.from_pretrained(self.folder / "base", dtype="float32", **options)
+    def model(self, adapter: str | None) -> Any:
+        model = load(self.folder, adapter)
         if adapter is not None:
             model = PeftModel.from_pretrained(model, self.folder / adapter)
-        return model.train(False)(**self.tokenizer(*texts, return_tensors="pt"))
+        return model.train(False)
+
+    @torch.inference_mode()
+    def run(self, adapter: str | None, *texts: str) -> Any:
+        return self.model(adapter)(**self.tokenizer(*texts, return_tensors="pt"))
 
     def vector(self, adapter: str | None, text: str) -> np.ndarray:
-        mean: np.ndarray = self.run(adapter, text).last_hidden_state[0].double().mean(0).numpy()
-        return mean / np.linalg.norm(mean)
+        """As sentence-transformers computes it by the module files."""
+        first = self.run(adapter, text).last_hidden_state[0, 0]
+        dense = load_file(self.folder / "base" / "2_Dense" / "model.safetensors")
+        found: np.ndarray = (dense["linear.weight"] @ first + dense["linear.bias"]).tanh().numpy()
+        return found / np.linalg.norm(found)
+
+    def entities(self, text: str) -> list[dict[str, Any]]:
+        model = self.model("tags").merge_and_unload()
+        model.config.id2label = dict(enumerate(TAGS))
+        options = {"aggregation_strategy": "simple", "tokenizer": self.tokenizer}
+        found: Any = pipeline("token-classification", model=model, **options)(text)
+        return [{**one, "word": text[one["start"] : one["end"]]} for one in found]
 
     def scores(self, adapter: str, *texts: str) -> torch.Tensor:
         found: torch.Tensor = self.run(adapter, *texts).logits[0].double()
@@ -59,26 +75,67 @@ class Oracle:
 
 def save_all(folder: Path) -> None:
     sizes = {"hidden_size": 48, "num_attention_heads": 3, "num_hidden_layers": 2}
-    config = {"vocab_size": len(WORDS), "intermediate_size": 80, "max_position_embeddings": 40}
+    config: dict[str, Any] = {
+        "vocab_size": len(WORDS),
+        "intermediate_size": 80,
+        "max_position_embeddings": 40,
+    }
     base = random_model(BertConfig, BertModel, 3, initializer_range=0.15, **sizes, **config)
     base.save_pretrained(folder / "base")
     (folder / "vocab.txt").write_text("\n".join(WORDS))
     BertTokenizer(str(folder / "vocab.txt")).save_pretrained(folder / "base")
-    for seed, (name, labels) in enumerate(ADAPTERS.items()):
-        save_adapter(folder, name, labels, seed)
+    save_modules(folder / "base", sizes)
+    for seed, name in enumerate(ADAPTERS):
+        save_adapter(folder, name, seed)
 
 
-def save_adapter(folder: Path, name: str, labels: int, seed: int) -> None:
-    torch.manual_seed(seed)
+def save_modules(folder: Path, sizes: dict[str, Any]) -> None:
+    """Files of sentence-transformers: the first token, a product, and length 1."""
+    kinds = ("Transformer", "Pooling", "Dense", "Normalize")
+    modules = [
+        {
+            "idx": i,
+            "path": f"{i}_{kind}" if i else "",
+            "type": f"sentence_transformers.models.{kind}",
+        }
+        for i, kind in enumerate(kinds)
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    shape = {"in_features": sizes["hidden_size"], "out_features": SIZE, "bias": True}
+    dense = {**shape, "activation_function": "torch.nn.modules.activation.Tanh"}
+    for name, config in (("1_Pooling", {"pooling_mode_cls_token": True}), ("2_Dense", dense)):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
+    torch.manual_seed(9)
+    linear = torch.nn.Linear(sizes["hidden_size"], SIZE)
+    tensors = {f"linear.{name}": tensor.detach() for name, tensor in linear.named_parameters()}
+    save_file(tensors, folder / "2_Dense" / "model.safetensors")
+
+
+def load(folder: Path, adapter: str | None) -> Any:
+    """The base with the head that an adapter was trained with."""
+    labels = ADAPTERS[adapter] if adapter else 0
     kind: Any = AutoModelForSequenceClassification if labels else AutoModel
+    kind = AutoModelForTokenClassification if adapter == "tags" else kind
     options = {"num_labels": labels} if labels else {}
-    model = kind.from_pretrained(folder / "base", dtype="float32", **options)
-    task = {"task_type": "SEQ_CLS"} if labels else {}
+    return kind.from_pretrained(folder / "base", dtype="float32", **options)
+
+
+def save_adapter(folder: Path, name: str, seed: int) -> None:
+    torch.manual_seed(seed)
+    labels = ADAPTERS[name]
+    task = {"task_type": "TOKEN_CLS" if name == "tags" else "SEQ_CLS"} if labels else {}
     targets = ["query", "value", "intermediate.dense"]
-    made = add_adapter(model, name, LoraConfig(r=4, target_modules=targets, **task), seed)
+    lora = LoraConfig(r=4, target_modules=targets, **task)
+    made = add_adapter(load(folder, name), name, lora, seed)
+    with torch.no_grad():
+        for parameter_name, parameter in made.named_parameters():
+            if "modules_to_save" in parameter_name:
+                parameter.copy_(torch.randn_like(parameter) * 0.3)
     made.save_pretrained(str(folder), selected_adapters=[name])
     if labels > 1:
-        names = {"id2label": dict(enumerate(LABELS)), "model_type": "bert"}
+        named = TAGS if name == "tags" else LABELS
+        names = {"id2label": dict(enumerate(named)), "model_type": "bert"}
         (folder / name / "config.json").write_text(json.dumps(names))
 
 
@@ -120,6 +177,26 @@ def test_classes(served: tuple[Serving, Oracle]) -> None:
         expected = oracle.scores("moods", text).softmax(-1).numpy()
         assert np.abs(np.array(one["probs"]) - expected).max() < TOLERANCE
         assert one["label"] == LABELS[int(expected.argmax())]
+
+
+def test_classes_of_tokens(served: tuple[Serving, Oracle]) -> None:
+    """In LoRAX's shape entities, in vLLM's numbers of each token, special ones included."""
+    serving, oracle = served
+    lorax = {"parameters": {"adapter_id": "tags"}}
+    found = [post(serving, "/classify", inputs=text, **lorax) for text in TEXTS]
+    assert found == post(serving, "/classify_batch", inputs=TEXTS, **lorax)
+    assert any(found)
+    for text, ours in zip(TEXTS, found, strict=True):
+        theirs = oracle.entities(text)
+        for one in (*ours, *theirs):
+            one["score"] = pytest.approx(one["score"], abs=TOLERANCE)
+        assert ours == theirs
+    expected = oracle.scores("tags", TEXTS[0]).softmax(-1).numpy()
+    (one,) = post(serving, "/classify", model="tags", input=TEXTS[0])["data"]
+    assert np.abs(np.array(one["probs"]) - expected).max() < TOLERANCE
+    assert one["label"] == [TAGS[i] for i in expected.argmax(-1)]
+    body = {"model": "tags", "input": TEXTS[0], "task": "token_classify"}
+    assert post(serving, "/pooling", **body)["data"][0]["data"] == one["probs"]
 
 
 def test_fits_of_pairs(served: tuple[Serving, Oracle]) -> None:

@@ -11,6 +11,7 @@ from loraplex.router.api.request.fields import Off, adapter_named
 from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
 from loraplex.router.api.request.known_elsewhere import check_unknown_parts
 from loraplex.router.api.vectors.embed import EmbedParameters
+from loraplex.router.api.vectors.entities import Entity, entities, likeliest_of, rows_of
 from loraplex.router.api.vectors.fields import (
     MAX_INPUTS,
     READ_ALONE,
@@ -55,11 +56,13 @@ class LoraxClassifyBatchBody(msgspec.Struct, frozen=True):
 
 
 class ClassObject(msgspec.Struct, frozen=True):
-    """A text's classes. label: the likeliest. probs: of all classes, in the model's order."""
+    """A text's classes. label: the likeliest. probs: of all classes, in the model's order. Where
+    each token has classes: a list of these for each token.
+    """
 
     index: int
-    label: str
-    probs: Sequence[float]
+    label: str | list[str]
+    probs: Sequence[float | Sequence[float]]
     num_classes: int
 
 
@@ -136,17 +139,32 @@ class ClassifyFormatter(WholeFormatter):
         )
 
     def _object(self, result: ChoiceResult) -> ClassObject:
-        probs, labels = result.vector, self._head.labels
-        likeliest = labels[max(range(len(probs)), key=probs.__getitem__)]
-        return ClassObject(result.prompt_index, likeliest, probs, len(probs))
+        labels, count = self._head.labels, len(self._head.labels)
+        rows = rows_of(result.vector, count)
+        likeliest = [labels[likeliest_of(row)] for row in rows]
+        if self._head.of_tokens:
+            return ClassObject(result.prompt_index, likeliest, rows, count)
+        return ClassObject(result.prompt_index, likeliest[0], rows[0], count)
 
 
 class LoraxClassifyFormatter(WholeFormatter):
-    """Writes a list for each text, the likeliest class first. options: several texts were sent."""
+    """Writes a list for each text: the likeliest class first, or entities. options: several texts
+    were sent.
+    """
 
     def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> Any:
+        if self._head.of_tokens:
+            infos = {info.prompt_index: info for info in prompts}
+            found = [self._entities(result, infos[result.prompt_index]) for result in results]
+            return found if self._options else found[0]
         lists = [
             sorted(map(LabelScore, self._head.labels, result.vector), key=lambda one: -one.score)
             for result in results
         ]
         return lists if self._options else lists[0]
+
+    def _entities(self, result: ChoiceResult, info: PromptInfo) -> list[Entity]:
+        labels = self._head.labels
+        rows = rows_of(result.vector, len(labels))
+        likeliest = ((labels[likeliest_of(row)], max(row)) for row in rows)
+        return entities(info.text, info.spans, likeliest)

@@ -10,6 +10,7 @@ from loraplex.router.api.request.body import require
 from loraplex.router.api.request.fields import Positive
 from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
 from loraplex.router.api.request.known_elsewhere import unsupported
+from loraplex.router.api.vectors.entities import rows_of
 from loraplex.router.api.vectors.fields import (
     Encoding,
     InputBody,
@@ -81,31 +82,35 @@ class EmbeddingsFormatter(WholeFormatter):
 
     def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> Any:
         head, options = self._head, self._options
-        data = [self.one(r.prompt_index, options.vector(r.vector)) for r in results]
+        data = [self.one(r.prompt_index, self._numbers(r.vector)) for r in results]
         answer_id = options.id_of(self.prefix, head)
         return self.several(answer_id, head.created, data, head.model, usage_of(prompts))
 
+    def _numbers(self, numbers: Sequence[float]) -> Any:
+        return self._options.vector(numbers)
 
-_UNSERVED = ("token_embed", "token_classify", "embed&token_classify", "plugin")
+
+_UNSERVED = ("token_embed", "embed&token_classify", "plugin")
 
 
 class PoolingBody(InputBody, frozen=True, kw_only=True):
     """Body of a request to `/pooling`. task: absent = classes where the base is a classifier, else
-    vectors.
+    vectors. A model gives classes of texts or of tokens, whatever of both is asked for.
     """
 
-    task: Literal["embed", "classify"] | None = None
+    task: Literal["embed", "classify", "token_classify"] | None = None
     dimensions: Positive | None = None
     encoding_format: Encoding | None = None
 
 
 class PoolingObject(msgspec.Struct, frozen=True):
-    """Numbers of one text in an answer. data: the vector, or a number for each class; base64 of
-    little-endian float32, where that was asked for.
+    """Numbers of one text in an answer. data: the vector, or a number for each class, where tokens
+    have classes a list of these for each; base64 of little-endian float32, where that was asked
+    for.
     """
 
     index: int
-    data: Sequence[float] | str
+    data: Sequence[float | Sequence[float]] | str
     object: Literal["pooling"] = "pooling"
 
 
@@ -123,9 +128,12 @@ def parse_pooling(
 ) -> ApiRequest:
     """Reads a request to `/pooling`. Raises RequestError."""
     if plain.get("task") in _UNSERVED:
-        raise unsupported("task", "numbers are of whole texts, by `embed` or `classify`")
+        raise unsupported(
+            "task",
+            "vectors are of whole texts, by `embed`; tokens have classes, by `token_classify`",
+        )
     request = read_body(plain, PoolingBody)
-    if (request.task or ("classify" if "classes" in limits.gives else "embed")) == "classify":
+    if (request.task or ("classify" if "classes" in limits.gives else "embed")) != "embed":
         require(request.dimensions is None, "classes are as many as they are", "dimensions")
         vector = VectorCall(use="classes", is_raw=request.use_activation is False)
         call = input_call("classify", request, vector, limits, bearer)
@@ -138,3 +146,8 @@ def parse_pooling(
 
 class PoolingFormatter(EmbeddingsFormatter):
     prefix, one, several = "pooling", PoolingObject, PoolingList
+
+    def _numbers(self, numbers: Sequence[float]) -> Any:
+        if not self._head.of_tokens or self._options.encoding == "base64":
+            return self._options.vector(numbers)
+        return rows_of(numbers, len(self._head.labels))

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from loraplex.adapters.violations import shown
-from loraplex.server.model.spec.vector_forms import SentenceFiles
+from loraplex.server.model.spec.model_spec import Activation
+from loraplex.server.model.spec.vector_forms import DenseForm, SentenceFiles
 from loraplex.server.protocol import TextPooling
 
 MODULES_FILE = "modules.json"
@@ -17,8 +18,18 @@ LENGTH_FILE = "sentence_bert_config.json"
 CONFIG_NAME = "config.json"
 _MAX_BYTES = 1 << 20
 _MAX_PROMPTS = 256
+_MOST_FEATURES = 1 << 16
 # By their names in `modules.json`, without the package.
 _TRANSFORMER, _POOLING, _NORMALIZE, _LOGITS = "Transformer", "Pooling", "Normalize", "LogitScore"
+_DENSE = "Dense"
+DENSE_WEIGHTS = "model.safetensors"
+_ACTIVATIONS: dict[str, Activation | None] = {
+    "Identity": None,
+    "Tanh": "tanh",
+    "ReLU": "relu",
+    "GELU": "gelu",
+    "SiLU": "silu",
+}
 _TASKS = ("feature-extraction", "text-generation", "sequence-classification")
 _MODES: dict[str, TextPooling] = {
     "lasttoken": "last",
@@ -60,7 +71,7 @@ def read_sentence_files(folder: Path) -> SentenceFiles | None:
     kinds = [module.kind for module in modules]
     pooling, yes_no = None, tuple[int, ...]()
     if _POOLING in kinds:
-        expected = [_TRANSFORMER, _POOLING, _NORMALIZE]
+        expected = [_TRANSFORMER, _POOLING, *[_DENSE] * kinds.count(_DENSE), _NORMALIZE]
         pooling = _read_pooling(folder / modules[kinds.index(_POOLING)].path / CONFIG_NAME)
     else:
         expected = [_TRANSFORMER, _LOGITS]
@@ -68,14 +79,43 @@ def read_sentence_files(folder: Path) -> SentenceFiles | None:
             yes_no = _read_logits(folder / modules[kinds.index(_LOGITS)].path / CONFIG_NAME)
     if kinds != expected[: len(kinds)]:
         others = [kind for kind in kinds if kind not in expected] or kinds
+        named = [_TRANSFORMER, _POOLING, _DENSE, _NORMALIZE] if _POOLING in kinds else expected
         raise ValueError(
             f"{MODULES_FILE}: {', '.join(others)[:160]} is not served; served are "
-            f"{', '.join(expected)} in this order"
+            f"{', '.join(named)} in this order"
         )
+    dense = tuple(_read_dense(folder, each) for each in modules if each.kind == _DENSE)
     prompts, default = _read_prompts(folder)
     return SentenceFiles(
-        pooling, _NORMALIZE in kinds, _read_length(folder), prompts, default, yes_no
+        pooling, _NORMALIZE in kinds, _read_length(folder), prompts, default, yes_no, dense
     )
+
+
+def _read_dense(folder: Path, module: _Module) -> DenseForm:
+    name = f"{module.path}/{CONFIG_NAME}"
+    table = _table(folder / module.path / CONFIG_NAME, name)
+    taken, given = (_features(table, key, name) for key in ("in_features", "out_features"))
+    activation = str(table.get("activation_function", "Tanh")).rpartition(".")[2]
+    if activation not in _ACTIVATIONS:
+        known = ", ".join(_ACTIVATIONS)
+        raise ValueError(
+            f"{name}: activation_function must be one of {known}, got {shown(activation)}"
+        )
+    bias = table.get("bias", True) is True
+    return DenseForm(module.path, taken, given, bias, _ACTIVATIONS[activation])
+
+
+def _features(table: dict[str, Any], key: str, name: str) -> int:
+    value = table.get(key)
+    if type(value) is not int or not 0 < value <= _MOST_FEATURES:
+        raise ValueError(f"{name}: {key} must be a positive integer, got {shown(value)}")
+    return value
+
+
+def dense_forms(folder: Path) -> tuple[DenseForm, ...]:
+    """List what pooled vectors of the model go through. Raises ValueError."""
+    files = read_sentence_files(folder)
+    return () if files is None else files.dense
 
 
 def _modules(folder: Path) -> list[_Module]:

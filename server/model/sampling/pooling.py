@@ -82,8 +82,14 @@ class Pooler:
     first token. All other vectors are made of the slice that ends the prompt.
     """
 
-    def __init__(self, scores_of: ScoresOf, device: torch.device) -> None:
-        self._scores_of = scores_of
+    def __init__(
+        self,
+        scores_of: ScoresOf,
+        vectors_of: Callable[[torch.Tensor], torch.Tensor],
+        device: torch.device,
+    ) -> None:
+        """Pool by these. vectors_of: as `ScoreHeads.vectors`."""
+        self._scores_of, self._vectors_of = scores_of, vectors_of
         self._device = device
         self._sums: dict[int, torch.Tensor] = {}  # of rows whose prompt has more slices to come
 
@@ -97,7 +103,8 @@ class Pooler:
             [s for s in ended if s.vector.kind == kind] for kind in ("hidden", "scores", "logits")
         )
         if hidden:
-            found.append(_to_host(hidden, torch.cat(_pooled(hidden, hidden_of))))
+            vectors = self._vectors_of(torch.cat(_pooled(hidden, hidden_of)))
+            found.append(_to_host(hidden, vectors))
         for slot, of_tokens in dict.fromkeys(each.head for each in scored):
             alike = [each for each in scored if each.head == (slot, of_tokens)]
             read = _pooled(alike, hidden_of)
@@ -128,7 +135,7 @@ class Pooler:
             if each.prompt_len is None:
                 self._sums[row] = total
             else:
-                yield _to_host([each], (total / each.prompt_len)[None])
+                yield _to_host([each], self._vectors_of((total / each.prompt_len)[None]))
 
 
 def _tokens(slices: Sequence[PooledSlice]) -> np.ndarray:

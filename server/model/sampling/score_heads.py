@@ -34,6 +34,14 @@ class ScoreHeads:
         bias = tensors.get(f"{spec.path}.bias")
         return functional.linear(inner, tensors[f"{spec.path}.weight"], bias)
 
+    def vectors(self, pooled: torch.Tensor) -> torch.Tensor:
+        """Make vectors of pooled ones, `[n, hidden]` -> `[n, size]`, as the model's files say."""
+        for dense in self._decoder.weights.dense:
+            pooled = dense.linear.run(pooled.float())
+            if dense.activation is not None:
+                pooled = activated(pooled, dense.activation)
+        return pooled
+
     def _inner(
         self, spec: ScoreSpec, slot: int, hidden: torch.Tensor, tensors: ScoreTensors
     ) -> torch.Tensor:

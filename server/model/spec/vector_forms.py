@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from loraplex.server.config import ConfigError
-from loraplex.server.model.spec.model_spec import ModelSpec
+from loraplex.server.model.spec.model_spec import Activation, ModelSpec
 from loraplex.server.protocol import PairForm, TextPooling, VectorForm
 
 # What Qwen3-Reranker was trained to read and to say.
@@ -20,12 +20,24 @@ _QWEN3_TEMPLATE = (
 _MOST_PROMPT_CHARS = 1 << 14
 
 
+class DenseForm(NamedTuple):
+    """A product and an activation that a pooled vector goes through. path: of its folder, relative
+    to the model's. activation: None = none.
+    """
+
+    path: str
+    in_features: int
+    out_features: int
+    bias: bool
+    activation: Activation | None
+
+
 class SentenceFiles(NamedTuple):
     """Contents of sentence-transformers' files.
 
     pooling: None = the model is not for vectors. max_tokens: bound of a text; None = not said.
     prompts: put before a text, by name. yes_no: tokens whose logits say whether a document fits a
-    query.
+    query. dense: what a pooled vector goes through, in order.
     """
 
     pooling: TextPooling | None
@@ -34,6 +46,19 @@ class SentenceFiles(NamedTuple):
     prompts: dict[str, str]
     default_prompt: str | None
     yes_no: tuple[int, ...] = ()
+    dense: tuple[DenseForm, ...] = ()
+
+    def size(self, hidden: int) -> int:
+        """Numbers of a vector. Raises ConfigError where a product takes another number than it
+        gets.
+        """
+        for form in self.dense:
+            if form.in_features != hidden:
+                raise ConfigError(
+                    f"{form.path}: in_features must be {hidden}, got {form.in_features}"
+                )
+            hidden = form.out_features
+        return hidden
 
 
 class PairWishes(NamedTuple):
@@ -88,7 +113,7 @@ def vector_form(
         raise ConfigError(f"--pooling {pooling} is of models whose tokens see all others")
     pools = files is not None and files.pooling is not None
     return VectorForm(
-        size=model.hidden_size,
+        size=model.hidden_size if files is None else files.size(model.hidden_size),
         max_tokens=most,
         pooling=pooling,
         normalises=_first(wishes.normalises, files.normalises if files and pools else True),

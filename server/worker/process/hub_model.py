@@ -38,7 +38,12 @@ from loraplex.server.model.checkpoint.model_files import (
     without_config,
     without_weights,
 )
-from loraplex.server.model.checkpoint.sentence_files import LENGTH_FILE, MODULES_FILE, PROMPTS_FILE
+from loraplex.server.model.checkpoint.sentence_files import (
+    DENSE_WEIGHTS,
+    LENGTH_FILE,
+    MODULES_FILE,
+    PROMPTS_FILE,
+)
 from loraplex.server.model.spec.model_spec import ModelSpec
 from loraplex.server.worker.process.model_source import ModelError
 
@@ -60,8 +65,8 @@ METADATA_FILES = (
     LENGTH_FILE,
     INDEX_FILE,
 )
-# Of sentence-transformers' modules: `1_Pooling/config.json`.
-_MODULE_CONFIGS = f"[0-9]*_*/{CONFIG_FILE}"
+# Of sentence-transformers' modules: `1_Pooling/config.json`, `2_Dense/model.safetensors`.
+_MODULE_FILES = (f"[0-9]*_*/{CONFIG_FILE}", f"[0-9]*_Dense/{DENSE_WEIGHTS}")
 
 
 class _Index(msgspec.Struct):
@@ -147,7 +152,7 @@ def _files(repo: str, revision: str | None) -> list[str]:
 def _wanted_files(repo: str, commit: str, info: ModelInfo) -> list[str]:
     present = {sibling.rfilename for sibling in info.siblings or ()}
     wanted = [name for name in METADATA_FILES if name in present]
-    patterns = (f"{TEMPLATE_FOLDER}/*.jinja", _MODULE_CONFIGS)
+    patterns = (f"{TEMPLATE_FOLDER}/*.jinja", *_MODULE_FILES)
     wanted += sorted(name for name in present if any(map(PurePath(name).match, patterns)))
     if INDEX_FILE in present:
         index = Path(hf_hub_download(repo, INDEX_FILE, revision=commit))

@@ -47,6 +47,23 @@ def write_pooling(folder: Path, **config: Any) -> None:
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(config))
 
 
+def test_dense_modules(tmp_path: Path) -> None:
+    write(tmp_path, "Transformer", "Pooling", "Dense", "Dense", "Normalize")
+    write_pooling(tmp_path, pooling_mode="cls")
+    shapes = ((32, 16, "torch.nn.modules.activation.Tanh"), (16, 8, "torch.nn.Identity"))
+    for number, (taken, given, activation) in enumerate(shapes, 2):
+        config = {"in_features": taken, "out_features": given, "activation_function": activation}
+        (tmp_path / f"{number}_Dense").mkdir()
+        (tmp_path / f"{number}_Dense" / "config.json").write_text(json.dumps(config))
+    files = read_sentence_files(tmp_path)
+    assert files is not None
+    assert [each.activation for each in files.dense] == ["tanh", None]
+    assert files.size(32) == 8
+    assert (files.pooling, files.normalises) == ("first", True)
+    with pytest.raises(ConfigError, match="2_Dense: in_features must be 33, got 32"):
+        files.size(33)
+
+
 def test_as_qwens_embeddings_have_them(tmp_path: Path) -> None:
     write(
         tmp_path,
@@ -103,8 +120,8 @@ def test_a_model_for_text_gives_vectors_of_its_last_token() -> None:
 @pytest.mark.parametrize(
     ("kinds", "pooling", "words"),
     [
-        (("Transformer", "Pooling", "Dense"), {}, "modules.json: Dense is not served"),
-        (("Transformer", "Pooling", "Normalize", "Dense"), {}, "modules.json: Dense is not"),
+        (("Transformer", "Pooling", "LSTM"), {}, "modules.json: LSTM is not served"),
+        (("Transformer", "Pooling", "Normalize", "Dense"), {}, "Normalize, Dense is not served"),
         (("Pooling", "Transformer"), {}, "modules.json: Pooling, Transformer is not served"),
         (("Transformer", "WordWeights"), {}, "modules.json: WordWeights is not served"),
         (

@@ -12,6 +12,7 @@ from transformers import (
     AutoModel,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     PreTrainedModel,
 )
 
@@ -152,6 +153,11 @@ def with_heads(base: Any, name: str, *adapters: str) -> PeftModel:
     peft: Any = base
     for seed, adapter in enumerate(adapters):
         peft = add_adapter(peft, adapter, configs[adapter], seed)
+    return with_noise(peft)
+
+
+def with_noise(peft: PeftModel) -> PeftModel:
+    """Change the heads of adapters, which begin as the base's."""
     with torch.no_grad():
         for parameter_name, parameter in peft.named_parameters():
             if "modules_to_save" in parameter_name:
@@ -186,6 +192,20 @@ def test_a_head_of_an_adapter_on_a_base_without(name: str, tmp_path: Path) -> No
     slots = load_all(driver, peft, ["whole"])
     for stream in read(driver, [slots["whole"]], [scores_of(name)]):
         assert_near(stream, outputs(peft, "whole", stream.tokens).logits[0])
+    driver.close()
+
+
+@of_a_few
+def test_classes_of_tokens(name: str, tmp_path: Path) -> None:
+    """By the head of the base, and by that of an adapter."""
+    row, base = ENCODERS[name], random(AutoModelForTokenClassification, name, num_labels=5)
+    driver = Driver(save_model(base, tmp_path))
+    config = LoraConfig(r=4, target_modules=list(row.few), task_type="TOKEN_CLS")
+    peft = with_noise(add_adapter(base, "own", config, 1))
+    slots = load_all(driver, peft, ["own"])
+    for stream in read(driver, slots.values(), [VectorParams("scores", "all")]):
+        adapter = None if stream.slot < 0 else "own"
+        assert_near(stream, outputs(peft, adapter, stream.tokens).logits[0])
     driver.close()
 
 

@@ -23,6 +23,12 @@ Role = Literal[
     "o",
     "wide_qkv",
     "wide_o",
+    "q",
+    "wide_q",
+    "wide_gate_up",
+    "wide_down",
+    "layer_gate",
+    "layer_out",
     "gate_up",
     "down",
     "up",
@@ -36,6 +42,7 @@ Role = Literal[
     "experts_gate_up",
     "experts_down",
     "embed_tokens",
+    "per_layer_model_projection",
     "lm_head",
 ]
 
@@ -49,7 +56,8 @@ LAYER_SITES: dict[Role, tuple[str, ...]] = {
     "gate_up": ("gate_proj", "up_proj"),
     "down": ("down_proj",),
 }
-# Sites outside the layers, before and behind them. Each has one module, of the same name.
+# Sites outside the layers, before and behind them, with a table each. Every site outside has one
+# module, of the same name.
 MODEL_SITES: tuple[Role, ...] = ("embed_tokens", "lm_head")
 # Stands for an expert's number in the path of a module that each expert of a layer has.
 ANY_EXPERT = "{}"
@@ -236,7 +244,8 @@ class BaseSpec(msgspec.Struct, frozen=True):
     digest: identity of the base (sha256 hex); "" = it was inferred from an adapter's tensors.
     names: what it is called; `names_base` says which other names mean the same.
     layers: their modules, numbered through over all stacks of layers.
-    model_modules: `embed_tokens` (in = vocabulary, out = hidden) and `lm_head` -> shape.
+    model_modules: `embed_tokens` (in = vocabulary, out = hidden), `lm_head`, and what makes layers'
+        inputs of the embedding, if something does -> shape.
     embedding_digests: `embed_tokens` and `lm_head` -> `float_digest` of the base's weights
         (`loraplex.adapters.safetensors.floats`). An adapter that brings an equal copy of them, as
         PEFT saves it, is then accepted.
@@ -289,8 +298,10 @@ class BaseSpec(msgspec.Struct, frozen=True):
 
     @property
     def most_ids(self) -> int:
-        """The most ids of an adapter: the base's rows, and new ids where the base is known."""
-        return self.vocab_size + (0 if self.is_inferred else MAX_NEW_IDS)
+        """The most ids of an adapter: the base's rows, and new ids where the base is known and has
+        no further table of its tokens."""
+        has_new = not self.is_inferred and self.model_modules.keys() <= {*MODEL_SITES}
+        return self.vocab_size + (MAX_NEW_IDS if has_new else 0)
 
     @property
     def num_tokens(self) -> int:

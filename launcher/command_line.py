@@ -30,7 +30,6 @@ GROUPS: Mapping[str, frozenset[str]] = {
             "secret",
             "workers",
             "worker_id",
-            "model_card",
             "admin_key",
             "advertise",
         }

@@ -11,7 +11,8 @@ from loraplex.launcher.other_servers import FLAGS, Arity, OtherOption, find
 _COUNTED = ("--max-context", "--max-running", "--max-step-tokens", "--kv-memory")
 # To ours; "" = nothing is to be said, as a checkpoint's config says it.
 _RENAMED = {
-    "half": "float16", "float": "float32", "fp8_e4m3": "fp8", "bitsandbytes": "nf4", "awq": "",
+    "half": "float16", "float": "float32", "fp8_e4m3": "fp8",
+    "int8_per_token_head": "int8", "bitsandbytes": "nf4", "awq": "",
     "awq_marlin": "", "gptq": "", "gptq_marlin": "", "compressed-tensors": "", "modelopt": "",
 }  # fmt: skip
 

@@ -67,6 +67,7 @@ RETIRED: Mapping[str, str] = {
     "max-tenant-queue-bytes": "--max-tenant-queue bounds a tenant's part of the queue",
     "max-waiting": "a worker takes a quarter of --max-running beyond it; the rest waits in routers",
     "merge-timeout-s": "a merge has 10 minutes",
+    "model-card": "requests wait for the first worker, and cards are kept in --cache-dir",
     "prompt-share": "prompts of one tenant have half of a device's time beside streams",
     "quarantine-s": "a request that killed workers is refused for 300 s",
     "reader-timeout-s": "an answer may be left unread for 60 s",

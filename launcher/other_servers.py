@@ -31,7 +31,7 @@ MODEL :: --model --model-path --model-id
 --kv-memory :: --kv-cache-memory-bytes
 --adapter-slots :: --max-active-adapters
 --dtype: `half` and `float`, too :: --dtype
---kv-dtype: `fp8_e4m3`, too :: --kv-cache-dtype
+--kv-dtype: `fp8_e4m3` and `int8_per_token_head`, too :: --kv-cache-dtype
 --quantize: `fp8`, `bitsandbytes` (`nf4`); of quantised checkpoints nothing :: --quantization -q
 --log-requests=yes :: --enable-log-requests
 --log-requests=no :: --disable-log-requests

@@ -61,7 +61,7 @@ from loraplex.router.policy.queue.waiting import WaitingQueue
 from loraplex.router.responses.desk import ResponseDesk
 from loraplex.router.service import Service
 from loraplex.router.shared.sharing import Sharing, make_sharing
-from loraplex.router.start_check import blaming, check_workers, declared_adapters, saved_card
+from loraplex.router.start_check import blaming, check_workers, declared_adapters
 from loraplex.router.telemetry.caller_errors import CallerErrors
 from loraplex.router.telemetry.metrics import RouterMetrics
 from loraplex.router.telemetry.tracing import Tracing, make_tracing
@@ -144,7 +144,6 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
         dispatcher=dispatcher,
         answerer=answerer,
         sandbox=ground.sandbox,
-        saved_card=saved_card(config),
         errors=ground.errors,
         watch=_watch(ground, dispatcher, declarations, batches),
         tracing=_tracing(config),

@@ -35,9 +35,6 @@ class RouterConfig:
     secret: str = field(
         default="", metadata={"help": "shared secret that opens the workers", "secret": True}
     )
-    model_card: Path | None = field(
-        default=None, metadata={"help": "a saved model card, to count tokens before a worker is up"}
-    )
     cache_dir: Path = field(
         default=Path("~/.cache/loraplex"), metadata={"help": "where model cards are kept"}
     )

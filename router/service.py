@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from loraplex.adapters.common.meters import watch_loop_lag
 from loraplex.router.background import Background
 from loraplex.router.batches.desk import BatchDesk
-from loraplex.router.config import RouterConfig, RouterConfigError
+from loraplex.router.config import RouterConfig
 from loraplex.router.generation.answerer import Answerer
 from loraplex.router.generation.dispatcher import Dispatcher
 from loraplex.router.generation.tokenise import Tokeniser
@@ -36,7 +36,6 @@ from loraplex.router.workers.base_model import BaseModel
 from loraplex.router.workers.connections import Connections
 from loraplex.router.workers.discovery import Discovery
 from loraplex.router.workers.fleet import Fleet
-from loraplex.server.protocol import ModelCard
 
 _START_POLL_S = 0.02
 _START_POLLS = 100
@@ -60,7 +59,6 @@ class Service:
     answerer: Answerer
     metrics: RouterMetrics
     sandbox: TemplateSandbox
-    saved_card: ModelCard | None
     router_id: str
     sharing: Sharing
     tenancy: Tenancy
@@ -88,13 +86,7 @@ class Service:
 
     @asynccontextmanager
     async def run(self) -> AsyncIterator[None]:
-        """Runs the router, connected to the workers while inside. Raises RouterConfigError for a
-        bad model card.
-        """
-        if self.saved_card is not None:
-            refusal = await self.base.adopt(self.saved_card)
-            if refusal is not None:
-                raise RouterConfigError(f"--model-card: {refusal}")
+        """Runs the router, connected to the workers while inside."""
         try:
             background = self.background
             async with self.sharing.run(background), self.tenancy.run(background), self._tasks():

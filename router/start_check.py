@@ -22,8 +22,6 @@ from loraplex.router.tenancy.keyring import read_keys_file
 from loraplex.router.tenancy.keys_file import KeysFileError
 from loraplex.router.tenancy.tenancy import ExposureError, check_exposure
 from loraplex.router.tools.registry import FORMATS
-from loraplex.router.workers.model_card import CardError, read_card
-from loraplex.server.protocol import ModelCard
 
 # As a browser writes it; it compares letter by letter.
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:[^\s/?#@:A-Z\[\]]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?")
@@ -54,7 +52,6 @@ def check_options(config: RouterConfig) -> None:
             )
     _check_tls(config)
     _check_default_adapter(config)
-    saved_card(config)
     if config.keys_file is not None:
         with blaming(f"--keys-file {config.keys_file}", KeysFileError):
             read_keys_file(config.keys_file)
@@ -104,14 +101,6 @@ def declared_adapters(config: RouterConfig) -> list[Registration]:
         if names.count(name) > 1:
             raise RouterConfigError(f"--adapter: the name {name!r} is given more than once")
     return declared
-
-
-def saved_card(config: RouterConfig) -> ModelCard | None:
-    """The card that --model-card names. Raises RouterConfigError."""
-    if config.model_card is None:
-        return None
-    with blaming("--model-card", CardError):
-        return read_card(config.model_card)
 
 
 def _check_void(config: RouterConfig) -> None:

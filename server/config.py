@@ -18,7 +18,7 @@ from loraplex.server.protocol import TextPooling
 Device = Literal["auto", "cpu", "cuda"]
 ServeMode = Literal["server", "local", "interactive"]
 # Of keys and values: as what is computed, or E4M3.
-KvDtype = Literal["auto", "fp8"]
+KvDtype = Literal["auto", "fp8", "int8"]
 # How weights in floating point are quantised when they are loaded.
 AtLoad = Literal["fp8", "nf4"]
 Activations = Literal["auto", "bf16"]
@@ -81,7 +81,10 @@ class WorkerConfig:
         },
     )
     kv_dtype: KvDtype = field(
-        default="auto", metadata={"help": "of keys and values (auto: as --dtype)"}
+        default="auto",
+        metadata={
+            "help": "of keys and values (auto: as --dtype; int8: each head of a token has a scale)"
+        },
     )
     cache_dir: Path = field(
         default=Path("~/.cache/loraplex"), metadata={"help": "fetched adapters and packed slabs"}

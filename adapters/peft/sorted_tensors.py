@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from loraplex.adapters.base import ANY_EXPERT, BaseModule, BaseSpec, base_modules
+from loraplex.adapters.base import ANY_EXPERT, MODEL_SITES, BaseModule, BaseSpec, base_modules
 from loraplex.adapters.peft.targeting import aliases, holders
 from loraplex.adapters.peft.tensor_names import (
     Naming,
@@ -130,7 +130,7 @@ class _Sorter:
             path in self._table
             and not name.side
             and not name.is_bias
-            and self._table[path].layer < 0
+            and self._table[path].name in MODEL_SITES
         ):
             self._add_copy(tensor, name, self._table[path])
         elif not name.side or not self._is_known(path):

@@ -41,7 +41,7 @@ _BASE_COPY = re.compile(rf"{_PREFIX}(?P<path>.+?)(?:(?:\.token_adapter)?\.base_l
 _DEFAULT_ADAPTER = "default"
 # What the body of a decoder holds, in every model.
 _LAYERS = "layers."
-_OF_BODY = ("embed_tokens", "norm")
+_OF_BODY = ("embed_tokens", "norm", "per_layer_model_projection")
 _BODY, _POOLER = "model.", "pooler"
 _HEADS = ("lm_head", HEAD_OF_CLASSES, *(head for head in HEADS_OF_ENCODERS if head != _POOLER))
 _EMBEDDING = "embed_tokens"

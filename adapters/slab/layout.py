@@ -3,7 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import msgspec
 
@@ -230,6 +230,9 @@ def _matrix(
 def _site_order(base: BaseSpec) -> Iterator[tuple[int, Role]]:
     """Yields sites in a step's order, so that the first layers can be used first."""
     yield -1, MODEL_SITES[0]
+    for name in base.model_modules:
+        if name not in MODEL_SITES:
+            yield -1, cast(Role, name)
     for layer, of_layer in enumerate(base.layers):
         for role in of_layer.sites:
             yield layer, role

@@ -255,7 +255,9 @@ def add_grid(parser: Parser, batches: tuple[int, ...], prompt_tokens: int) -> No
     parser.add_argument("--batch", type=wholes(1), metavar="N,…", default=batches)
     parser.add_argument("--adapters", type=wholes(0), metavar="N,…", default=(0, 1))
     parser.add_argument("--rank", type=lora_ranks, metavar="N,…", default=(16,))
-    parser.add_argument("--kv-dtype", choices=("auto", "fp8"), default="auto", help="[auto]")
+    parser.add_argument(
+        "--kv-dtype", choices=("auto", "fp8", "int8"), default="auto", help="[auto]"
+    )
     parser.add_argument("--adapt-experts", action="store_true", help="adapters change experts too")
     parser.add_argument("--dora", action="store_true", help="adapters are DoRA's")
     parser.add_argument("--own-heads", type=whole(0), default=0, help="adapters that have one [0]")

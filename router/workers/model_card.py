@@ -42,16 +42,6 @@ def parse_card(payload: bytes, expected_digest: str | None = None) -> ModelCard:
         raise CardError(f"not a model card: {error}") from error
 
 
-def read_card(path: Path) -> ModelCard:
-    """A card saved by an operator. Raises CardError with the path."""
-    try:
-        if path.stat().st_size > MAX_CARD_BYTES:
-            raise CardError(f"{path}: larger than {MAX_CARD_BYTES} bytes")
-        return parse_card(path.read_bytes())
-    except OSError as error:
-        raise CardError(f"{path}: {error.strerror}") from error
-
-
 class CardStore:
     """Cards on disk by digest. A folder that cannot be read or written only costs a fetch."""
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -35,6 +35,31 @@ class Wanted(Generic[L]):
     lora: L | None
 
 
+class Stream(NamedTuple):
+    """Tensors that go from layer to layer. hidden: `[tokens, hidden]`, to which steps add. inputs:
+    of the layers, or the last ones of them, which read them beside it, `[tokens, layers,
+    features]`; None = they have none."""
+
+    hidden: torch.Tensor
+    inputs: torch.Tensor | None = None
+
+    def rows(self, index: torch.Tensor) -> "Stream":
+        """The stream of some tokens. index: integers `[rows]`."""
+        inputs = None if self.inputs is None else self.inputs.index_select(0, index)
+        return Stream(self.hidden.index_select(0, index), inputs)
+
+    def first(self, tokens: int) -> "Stream":
+        """The stream of the first tokens, where that lies."""
+        inputs = None if self.inputs is None else self.inputs[:tokens]
+        return Stream(self.hidden[:tokens], inputs)
+
+    def copy_(self, other: "Stream") -> None:
+        """Take the values of as many tokens, and of the last layers that there is room for."""
+        self.hidden.copy_(other.hidden)
+        if self.inputs is not None and other.inputs is not None:
+            self.inputs.copy_(other.inputs[:, -self.inputs.shape[1] :])
+
+
 @dataclass(frozen=True, slots=True)
 class Embedded:
     """The embedding of a captured step's tokens, which adapters may change outside the graph.
@@ -61,7 +86,7 @@ class PreparedStep(Generic[L, Y]):
     StepWeights."""
 
     mixer: PreparedMixer | None
-    feed_forwards: tuple[Callable[[torch.Tensor, torch.Tensor, L | None], Y], ...]
+    feed_forwards: tuple[Callable[[torch.Tensor, Stream, L | None], Y], ...]
     pre: Norm | None
     post: Norm | None
     own: tuple[tuple[Norm | None, Norm | None], ...]
@@ -111,7 +136,8 @@ class Decoder(Generic[P, L, Y]):
         for branch, of_branch in zip(weights.branches, sites, strict=True):
             match branch:
                 case MlpWeights():
-                    feed_forwards.append(partial(self._mlp, branch, of_branch))
+                    at = layer - len(self.weights.layers)
+                    feed_forwards.append(partial(self._mlp, branch, of_branch, at))
                 case MoeWeights():
                     feed_forwards.append(partial(self._moe, branch, of_branch))
                 case _:
@@ -133,12 +159,12 @@ class Decoder(Generic[P, L, Y]):
         plan's order -> normed hidden states `[tokens, hidden]`, or `[rows, hidden]` of those
         wanted. Writes the tokens' keys, values and states. meanwhile: called at each mixer.
         """
-        mixed, hidden = self.up_to_end(token_ids, plan, lora, meanwhile)
+        mixed, stream = self.up_to_end(token_ids, plan, lora, meanwhile)
         if wanted is not None:
             if not len(wanted.rows):
-                return hidden[:0]
-            mixed, hidden, lora = mixed[wanted.rows], hidden[wanted.rows], wanted.lora
-        return self.end(mixed, hidden, lora)
+                return stream.hidden[:0]
+            mixed, stream, lora = mixed[wanted.rows], stream.rows(wanted.rows), wanted.lora
+        return self.end(mixed, stream, lora)
 
     def up_to_end(
         self,
@@ -147,11 +173,11 @@ class Decoder(Generic[P, L, Y]):
         lora: L | None,
         meanwhile: Callable[[], None] | None = None,
         embedded: Embedded | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, Stream]:
         """Compute a step up to the result of the last mixer, behind which nothing writes keys,
-        values and states. Returns that result, and the hidden states.
+        values and states. Returns that result, and the stream.
         """
-        normed, hidden = self.begin(token_ids, plan.positions, lora, embedded)
+        normed, stream = self.begin(token_ids, plan.positions, lora, embedded)
         last = len(self.mixers) - 1
         for number, mixer in enumerate(self.mixers):
             of_each = zip(mixer.weights.linears[:-1], mixer.sites, strict=False)
@@ -160,8 +186,8 @@ class Decoder(Generic[P, L, Y]):
             if meanwhile is not None:
                 meanwhile()
             if number < last:
-                normed, hidden = self.after_mixer(number, mixed, hidden, lora, normed)
-        return mixed, hidden
+                normed, stream = self.after_mixer(number, mixed, stream, lora, normed)
+        return mixed, stream
 
     def mix(self, plan: P, number: int, products: Sequence[Y]) -> torch.Tensor:
         """Mix tokens, in one of `mixers`. products: of all its matrices but the last."""
@@ -172,9 +198,17 @@ class Decoder(Generic[P, L, Y]):
             return self.ops.let_through(mixed, gates[0]) if gates else mixed
         return self.ops.mix_states(plan, layer, products, weights)
 
-    def end(self, mixed: torch.Tensor, hidden: torch.Tensor, lora: L | None) -> torch.Tensor:
+    def end(self, mixed: torch.Tensor, stream: Stream, lora: L | None) -> torch.Tensor:
         """Compute from the last mixer to normed hidden states, of any tokens."""
-        return self.after_mixer(len(self.mixers) - 1, mixed, hidden, lora)[0]
+        return self.after_mixer(len(self.mixers) - 1, mixed, stream, lora)[0]
+
+    def room(self, tokens: int, layers: int) -> Stream:
+        """Room for a stream of so many tokens, and for what so many layers read beside it."""
+        embed, spec = self.weights.embed, self.spec.embedding
+        hidden = embed.new_zeros(tokens, spec.size)
+        if spec.inputs is None:
+            return Stream(hidden)
+        return Stream(hidden, embed.new_zeros(tokens, layers, spec.inputs.own_size))
 
     def embed(self, token_ids: torch.Tensor, lora: L | None) -> torch.Tensor:
         """Embed tokens, `[tokens, hidden]`, without the model's factor."""
@@ -186,9 +220,9 @@ class Decoder(Generic[P, L, Y]):
         positions: torch.Tensor,
         lora: L | None,
         embedded: Embedded | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, Stream]:
         """Compute up to the first mixer's products. positions: of the tokens, int64 `[tokens]`.
-        Returns normed and hidden states."""
+        Returns normed hidden states and the stream."""
         hidden = self.embed(token_ids, lora)
         if embedded is not None:
             hidden = torch.where(embedded.is_given, embedded.hidden, hidden)
@@ -201,45 +235,58 @@ class Decoder(Generic[P, L, Y]):
             hidden = self.ops.norm(hidden, beside.norm)
         if beside.projection is not None:
             hidden = beside.projection.run(hidden)
-        return self._up_to_mixer(0, self._normed(0, hidden, lora), hidden, lora)
+        stream = Stream(hidden, self._inputs(token_ids, hidden, lora))
+        return self._up_to_mixer(0, self._normed(0, hidden, lora), stream, lora)
+
+    def _inputs(
+        self, token_ids: torch.Tensor, embedded: torch.Tensor, lora: L | None
+    ) -> torch.Tensor | None:
+        """Compute the inputs of each layer that runs, as of `Stream`."""
+        weights, site = self.weights.embedding.inputs, self.sites.inputs
+        if weights is None or site is None:
+            return None
+        spec, layers = weights.spec, len(self.weights.layers)
+        product = self.ops.complete(self.ops.linear(embedded, weights.linear, lora, site))
+        normed = self.ops.norm(product.view(-1, spec.size), weights.norm)
+        of_layers = normed.view(len(product), spec.layers, spec.size)[:, :layers, weights.mine]
+        return torch.add(of_layers, weights.table[token_ids, :layers], alpha=spec.scale)
 
     def after_mixer(
         self,
         number: int,
         mixed: torch.Tensor,
-        hidden: torch.Tensor,
+        stream: Stream,
         lora: L | None,
         last: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, Stream]:
         """Compute from one mixer to the next one's products, or to the end. number: in `mixers`.
         last: what the mixer read, where the next step reads the same."""
         at, mixer = self._mixing[number], self.mixers[number]
         delta = self.ops.linear(mixed, mixer.weights.linears[-1], lora, mixer.sites[-1])
         if self._steps[at].feed_forwards:
             reads_own = all(pre is not None for pre, _ in self._steps[at].own)
-            read = hidden if reads_own else self._normed(at, hidden, lora)
-            delta = self.ops.plus(delta, self._fed_forward(at, read, hidden, lora))
-        normed, hidden = self._summed(at, delta, hidden, lora, last)
-        return self._up_to_mixer(at + 1, normed, hidden, lora)
+            read = stream.hidden if reads_own else self._normed(at, stream.hidden, lora)
+            delta = self.ops.plus(delta, self._fed_forward(at, read, stream, lora))
+        normed, hidden = self._summed(at, delta, stream.hidden, lora, last)
+        return self._up_to_mixer(at + 1, normed, stream._replace(hidden=hidden), lora)
 
     def _up_to_mixer(
-        self, begin: int, normed: torch.Tensor, hidden: torch.Tensor, lora: L | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, begin: int, normed: torch.Tensor, stream: Stream, lora: L | None
+    ) -> tuple[torch.Tensor, Stream]:
         """Run the steps from `begin` on that come before the next mixer."""
         for number in range(begin, len(self._steps)):
             if self._steps[number].mixer is not None:
                 break
-            delta = self._fed_forward(number, normed, hidden, lora)
-            normed, hidden = self._summed(number, delta, hidden, lora)
-        return normed, hidden
+            delta = self._fed_forward(number, normed, stream, lora)
+            normed, hidden = self._summed(number, delta, stream.hidden, lora)
+            stream = stream._replace(hidden=hidden)
+        return normed, stream
 
-    def _fed_forward(
-        self, number: int, normed: torch.Tensor, hidden: torch.Tensor, lora: L | None
-    ) -> Y:
+    def _fed_forward(self, number: int, normed: torch.Tensor, stream: Stream, lora: L | None) -> Y:
         """The sum of a step's feed-forwards; where norms lie behind these, over all devices."""
         step, ops = self._steps[number], self.ops
         deltas = (
-            run(normed if pre is None else ops.norm(hidden, pre), hidden, lora)
+            run(normed if pre is None else ops.norm(stream.hidden, pre), stream, lora)
             for run, (pre, _) in zip(step.feed_forwards, step.own, strict=True)
         )
         if not step.sums_normed:
@@ -274,7 +321,7 @@ class Decoder(Generic[P, L, Y]):
             normed, hidden = self.ops.add_norm(delta, hidden, norm, step.post, step.factor)
         else:
             _, hidden = self.ops.add_norm(delta, hidden, None, step.post, step.factor)
-            hidden = hidden * step.scalar
+            hidden = hidden.mul_(step.scalar)
             normed = hidden if norm is None else self.ops.norm(hidden, norm)
         if last is not None and self._reads_last(number + 1):
             return last, hidden
@@ -306,16 +353,20 @@ class Decoder(Generic[P, L, Y]):
         self,
         weights: MlpWeights,
         sites: BranchSites,
+        at: int,
         normed: torch.Tensor,
-        hidden: torch.Tensor,
+        stream: Stream,
         lora: L | None,
     ) -> Y:
+        """at: the layer's place in what layers read beside the stream."""
         ops, spec, (*of_gate, gate_up, down) = self.ops, weights.spec, sites
         y = ops.linear(normed, weights.gate_up, lora, gate_up)
         if spec.is_gated:
             inner = ops.gated(y, spec.activation, spec.gate_factor)
         else:
             inner = ops.activated(y, spec.activation, weights.xielu)
+        if spec.takes_inputs and stream.inputs is not None:
+            inner = inner * stream.inputs[:, at]
         found = ops.linear(inner, weights.down, lora, down)
         if weights.out_gate is None:
             return found
@@ -327,11 +378,11 @@ class Decoder(Generic[P, L, Y]):
         weights: MoeWeights,
         sites: BranchSites,
         normed: torch.Tensor,
-        hidden: torch.Tensor,
+        stream: Stream,
         lora: L | None,
     ) -> Y:
         norm = weights.router_norm
-        routed_by = normed if norm is None else self.ops.norm(hidden, norm)
+        routed_by = normed if norm is None else self.ops.norm(stream.hidden, norm)
         return self.ops.moe(normed, routed_by, weights, lora, sites)
 
     def logits(

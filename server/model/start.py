@@ -36,7 +36,7 @@ from loraplex.server.model.ops.row_states import RowStates
 from loraplex.server.model.ops.sizes import MOST_PADDING
 from loraplex.server.model.sampling.row_sampling import RowSampling
 from loraplex.server.model.spec.model_spec import ModelSpec
-from loraplex.server.model.spec.page_groups import page_groups
+from loraplex.server.model.spec.page_groups import page_groups, page_heads
 from loraplex.server.model.spec.served_as import served_as, with_inputs_as_they_are
 from loraplex.server.model.steps.rows import Rows
 from loraplex.server.model.weights import ModelWeights, load_weights
@@ -189,10 +189,14 @@ def _make_cache(
     groups, dtype = page_groups(model), DTYPES[config.dtype]
     # One page more than the scheduler has: padding of batches is written there.
     shape = (pages + 1, 2 * config.page_size * groups.width)
-    kept = dtype if config.kv_dtype == "auto" else torch.float8_e4m3fn
+    kept = {"auto": dtype, "fp8": torch.float8_e4m3fn, "int8": torch.int8}[config.kv_dtype]
     pool = torch.zeros(shape, dtype=kept, device=device)
     scales = tuple(layer.kv_scales for layer in weights.layers)
-    return KVCache(pool, model, groups, config.page_size, dtype, scales)
+    token_scales = None
+    if config.kv_dtype == "int8":
+        rooms = 2 * config.page_size * page_heads(model)
+        token_scales = torch.zeros(pages + 1, rooms, dtype=torch.float32, device=device)
+    return KVCache(pool, model, groups, config.page_size, dtype, scales, token_scales)
 
 
 def host_arena_made(memory: memoryview, device: torch.device) -> AbstractContextManager[None]:

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.nn import functional
 
-from loraplex.adapters.sharding import WHOLE, Shard
+from loraplex.adapters.sharding import WHOLE, Shard, Span
 from loraplex.server.config import AtLoad
 from loraplex.server.model.checkpoint.checkpoint import CheckpointError, stored_tensors, tables
 from loraplex.server.model.checkpoint.layer_forms import as_stored
@@ -36,6 +36,7 @@ from loraplex.server.model.spec.model_spec import (
     AttentionSpec,
     Branch,
     EmbeddingSpec,
+    LayerInputs,
     MlpSpec,
     ModelSpec,
     NormSpec,
@@ -59,7 +60,7 @@ class KvScales(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
     """Weights of an attention. qk_norm: `[heads + kv_heads, head_dim]`, one row a head of q, then
-    of k. sinks: float32 `[heads]`. kv_scales: those that the checkpoint has."""
+    of k, if it has some. sinks: float32 `[heads]`. kv_scales: those that the checkpoint has."""
 
     qkv: Linear
     o: Linear
@@ -141,13 +142,27 @@ ScoreTensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
+class InputWeights:
+    """Weights of what layers read beside the stream, as `spec` says. table: `[rows, layers,
+    features]`, those that the device has. mine: these features of all."""
+
+    spec: LayerInputs
+    table: torch.Tensor
+    linear: Linear
+    norm: Norm
+    mine: slice
+
+
+@dataclass(frozen=True, slots=True)
 class EmbeddingWeights:
     """Weights beside the table of an embedding. positions: what positions add, `[types * positions,
-    size]`: those of a first text, then those of a second one."""
+    size]`: those of a first text, then those of a second one. inputs: of layers beside the
+    stream."""
 
     positions: torch.Tensor | None = None
     norm: Norm | None = None
     projection: Linear | None = None
+    inputs: InputWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +191,10 @@ class ModelWeights:
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """The matrices that every token is multiplied with."""
-        return tuple(chain.from_iterable(layer.linears for layer in self.layers))
+        """The matrices that every token is multiplied with, but the head's."""
+        inputs = self.embedding.inputs
+        beside = () if inputs is None else (inputs.linear,)
+        return *chain.from_iterable(layer.linears for layer in self.layers), *beside
 
 
 def load_weights(
@@ -265,7 +282,16 @@ def _load_embedding(source: WeightSource, spec: EmbeddingSpec) -> EmbeddingWeigh
         added = (of_types if added is None else of_types + added).flatten(0, 1)
     norm = None if spec.norm is None else _norm(source, spec.norm)
     projection = None if spec.projection is None else source.linear(spec.projection)
-    return EmbeddingWeights(added, norm, projection)
+    return EmbeddingWeights(added, norm, projection, _load_inputs(source, spec.inputs))
+
+
+def _load_inputs(source: WeightSource, spec: LayerInputs | None) -> InputWeights | None:
+    if spec is None:
+        return None
+    piece = Span(spec.size).piece(source.shard)
+    stored = source.mapped(spec.tensor).view(spec.rows, spec.layers, spec.size)[..., piece]
+    table = torch.empty(stored.shape, dtype=source.dtype, device=source.device).copy_(stored)
+    return InputWeights(spec, table, source.linear(spec.linear), _norm(source, spec.norm), piece)
 
 
 def _load_layer(source: WeightSource, model: ModelSpec, index: int) -> LayerWeights:
@@ -357,13 +383,12 @@ def _chooser(source: WeightSource, spec: LinearSpec, index: int) -> DenseLinear:
 
 
 def _qk_norm(source: WeightSource, spec: AttentionSpec, index: int) -> torch.Tensor | None:
-    if spec.q_norm is None or spec.k_norm is None:
-        return None
-    q, k = (
+    weights = [
         source.heads(_norm(source, norm, index).weight.view(-1, spec.head_dim).expand(heads, -1))
         for norm, heads in ((spec.q_norm, spec.num_heads), (spec.k_norm, spec.num_kv_heads))
-    )
-    return torch.cat((q, k))
+        if norm is not None
+    ]
+    return torch.cat(weights) if weights else None
 
 
 def _sinks(source: WeightSource, spec: AttentionSpec, index: int) -> torch.Tensor | None:

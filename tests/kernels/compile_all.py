@@ -172,6 +172,11 @@ def attentions(rows: int, delta: PendingDelta, early: bool) -> None:
     weights = torch.zeros(10, 64, dtype=DTYPE)
     for all_heads, rotation in ((False, PART), (True, NEIGHBOURS), (True, NONE)):
         attention(rows, delta, QkNorm(weights, 1e-5, all_heads), rotation, early)
+    for parts in (1, 2, 3):
+        k, v = torch.zeros(2, 4, 16, 2, 64, dtype=DTYPE)
+        pages, heads = CachePages(k, v, parts=parts), 14 - 2 * parts  # the product is as wide
+        norm = QkNorm(weights, 1e-5, values=True)
+        attention(rows, delta, norm, HALVES, early, PLAIN, pages, heads)
     attention(1, None, None, HALVES, early)
     attention(rows, None, None, HALVES, early, FULL)
 
@@ -279,16 +284,17 @@ def attention(
     if pages is None:
         pages = CachePages(*torch.zeros(2, 4, 16, kv_heads, head_dim, dtype=DTYPE))
     scratch = DecodeScratch(rows, heads, head_dim, CPU)
-    qkv = torch.zeros(rows, (heads + 2 * kv_heads) * head_dim, dtype=DTYPE)
+    qkv = torch.zeros(rows, (heads + (pages.parts - 1) * kv_heads) * head_dim, dtype=DTYPE)
     out = torch.zeros(rows, heads, head_dim, dtype=DTYPE)
     context = (view, pages, rotation, norm, scores, scratch, out)
     decode_attention(qkv, pending, *context, programmatic_launch=early)
 
 
-def fp8_pages(early: bool) -> None:
-    """What writes keys and values in FP8, and what reads them."""
-    k, v = torch.zeros(2, 4, 16, 2, 64).to(torch.float8_e4m3fn)
-    pages = CachePages(k, v, 0.5, 0.25)
+def rounded_pages(early: bool, whole: bool) -> None:
+    """What writes keys and values in FP8 or int8, and what reads them."""
+    k, v = torch.zeros(2, 4, 16, 2, 64).to(torch.int8 if whole else torch.float8_e4m3fn)
+    scales = torch.zeros(2, 4, 2, 16) if whole else (None, None)
+    pages = CachePages(k, v, 0.5, 0.25, *scales)
     rows = torch.zeros(4, dtype=torch.int64)
     rope_append(torch.zeros(4, 6 * 64, dtype=DTYPE), HALVES, rows, rows, pages, None)
     for batch in (1, 256):
@@ -383,6 +389,10 @@ def step() -> None:
     norms = (None, QkNorm(weights, 1e-5), QkNorm(weights, 1e-5, all_heads=True), None)
     for rotation, norm in zip((HALVES, PART, NEIGHBOURS, NONE), norms, strict=True):
         rope_append(qkv, rotation, positions, positions, CachePages(k, v), norm)
+    for parts in (1, 2):
+        norm = QkNorm(weights, 1e-5, values=True)
+        pages = CachePages(k, v, parts=parts)
+        rope_append(qkv, HALVES, positions, positions, pages, norm)
 
 
 def states() -> None:
@@ -426,7 +436,8 @@ def main() -> None:
         step()
         products(configs)
         quantised(configs)
-        fp8_pages(configs.programmatic_launch)
+        rounded_pages(configs.programmatic_launch, whole=False)
+        rounded_pages(configs.programmatic_launch, whole=True)
     print(*sorted(set(compiled)))
 
 

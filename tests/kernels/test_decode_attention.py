@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn import functional
 
 from loraplex.server.kernels.attention import decode_attention as module
 from loraplex.server.kernels.attention.decode_attention import (
@@ -53,7 +54,7 @@ class Case:
         rule, has_sinks = scores or (ScoreRule(shape[2] ** -0.5), False)
         sinks = 2 * torch.randn(shape[0]).to(device) if has_sinks else None
         self.scores = LayerScores(rule, 1, sinks)
-        self.page_size = page_size
+        self.page_size, self.parts = page_size, 3
         self.contexts, (self.heads, self.kv_heads, self.head_dim) = contexts, shape
         self.device, self.dtype = device, dtype
         batch = len(contexts)
@@ -108,7 +109,7 @@ class Case:
         for _ in range(2):  # the scratch must be as new after a launch
             context = (
                 view,
-                CachePages(self.k, self.v),
+                CachePages(self.k, self.v, parts=self.parts),
                 self.rotation,
                 self.norm,
                 self.scores,
@@ -349,6 +350,36 @@ def test_pieces_cover_what_every_context_sees_once(window: int | None) -> None:
                 (i, j) for i, n in enumerate(contexts - begins) for j in range(-(-int(n) // piece))
             ]
             assert (items[0, used.shape[1] :] == -1).all()
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_fewer_parts_with_normed_values(device: torch.device, parts: int) -> None:
+    """As of q, k and normed v, with LoRA. Of q alone keys and values are in their pages before."""
+    case = Case([5, 70, 1], (6, 2, 48), device, torch.float32, norm=False)
+    sizes = [6 * 48, 2 * 48, 2 * 48][:parts]
+    delta, product = torch.randn_like(case.qkv), case.qkv
+    q, k, v = (product + delta).split([6 * 48, 2 * 48, 2 * 48], dim=1)
+    values = (v if parts == 3 else k).unflatten(1, (2, 48))
+    normed_v = functional.rms_norm(values, (48,), eps=EPSILON).flatten(1)
+    case.qkv = torch.cat((q, k, normed_v), dim=1)
+    empty = case.k.clone(), case.v.clone()
+    expected = case.run()
+    written = case.k, case.v
+    case.k, case.v = written if parts == 1 else empty
+
+    assert case.norm is not None
+    weights = case.norm.weights if parts > 1 else case.norm.weights[:6]
+    case.norm, case.parts = QkNorm(weights, EPSILON, values=True), parts
+    case.qkv = product[:, : sum(sizes)].contiguous()
+    table = LoraTable(1, 1, device)
+    table.write(0, 0, 256, [512] * 3, [1] * parts + [0] * (3 - parts), [1.0] * 3)
+    table.upload(0)
+    slots = torch.zeros(3, dtype=torch.int32, device=device)
+    found = case.run(PendingDelta(table, 0, slots, delta[:, : sum(sizes)].contiguous()))
+
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
+    for cache, wanted in zip((case.k, case.v), written, strict=True):
+        torch.testing.assert_close(cache, wanted, atol=2e-5, rtol=2e-5, equal_nan=True)
 
 
 def test_a_batch_that_scratch_has_no_room_for_is_refused() -> None:

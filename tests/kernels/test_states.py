@@ -61,7 +61,7 @@ def apart(of: DeltaNetSpec) -> DeltaNetSpec:
         linear("in", of.num_channels),
         linear("gates", 2 * of.value_heads + of.value_size),
     )
-    return replace(of, mixed=mixed, gates=gates, gates_z=True, beta=2.0)
+    return replace(of, mixed=mixed, gates=gates, gates_z=True, beta=2)
 
 
 def conv(channels: int, kernel: int, *, bias: bool = False) -> ShortConvSpec:

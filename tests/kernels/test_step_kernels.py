@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn import functional
 
 from loraplex.server.kernels.attention.decode_inputs import gather_inputs, gather_pages
 from loraplex.server.kernels.attention.pages import CachePages
@@ -46,6 +47,35 @@ def test_rope_append(
     others = torch.ones(pages * PAGE, dtype=torch.bool)
     others[slots.cpu()] = False
     assert bool((flat_k[others.to(device)] == 7).all())
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_rope_append_of_fewer_parts_with_normed_values(device: torch.device, parts: int) -> None:
+    """As of q, k and normed v. Of q alone the pages stay as they are."""
+    heads, kv_heads, head_dim = 6, 2, 20
+    torch.manual_seed(parts)
+    positions = torch.tensor([9, 0, 3, 3, 21], device=device)
+    slots = torch.tensor([5, 26, 0, 13, 12], device=device)
+    sizes = [each * head_dim for each in (heads, kv_heads, kv_heads)]
+    qkv = torch.randn(5, sum(sizes), device=device)
+    q, k, v = qkv.split(sizes, dim=1)
+    v = v if parts == 3 else k
+    normed_v = functional.rms_norm(v.unflatten(1, (kv_heads, -1)), (head_dim,), eps=1e-5)
+    weights = torch.randn(heads + kv_heads, head_dim, device=device)
+    context = (TURNS["halves"].rotation(head_dim, 30, device), positions, slots)
+    pages = torch.full((4, 7, PAGE, kv_heads, head_dim), 7.0, device=device)
+    whole = torch.cat((q, k, normed_v.flatten(1)), dim=1)
+    expected = rope_append(whole, *context, CachePages(*pages[:2]), QkNorm(weights, 1e-5))
+
+    some = qkv[:, : sum(sizes[:parts])].contiguous()
+    norm = QkNorm(weights if parts > 1 else weights[:heads], 1e-5, values=True)
+    found = rope_append(some, *context, CachePages(pages[2], pages[3], parts=parts), norm)
+
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    if parts == 1:
+        assert bool((pages[2:] == 7).all())
+    else:
+        torch.testing.assert_close(pages[2:], pages[:2], atol=1e-5, rtol=1e-5)
 
 
 def test_gather_inputs(device: torch.device) -> None:

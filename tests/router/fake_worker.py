@@ -5,7 +5,6 @@ Its tokenizer is byte-level without merges: a token's id is its byte, so any tex
 
 import asyncio
 import hashlib
-import json
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
@@ -520,8 +519,3 @@ async def running_worker(worker: FakeWorker) -> AsyncIterator[FakeWorker]:
         yield worker
     finally:
         await worker.stop()
-
-
-def dump(card: ModelCard) -> str:
-    """The card as a file for --model-card."""
-    return json.dumps(msgspec.to_builtins(card))

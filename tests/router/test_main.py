@@ -192,7 +192,6 @@ async def test_a_second_signal_stops_at_once(
         ({"adapters": ("a=b",)}, "--adapter"),
         ({"adapters": ("a=hub:org/x",), "hub_owners": ("acme",)}, "--adapter"),
         ({"adapters": ("a=ftp:b",)}, "--adapter"),
-        ({"model_card": Path("/nowhere/card.json")}, "--model-card"),
         ({"host": "203.0.113.1"}, "203.0.113.1"),
         ({"uds": Path("/nowhere/socket")}, "/nowhere/socket"),
     ],

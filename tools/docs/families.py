@@ -5,6 +5,7 @@ from loraplex.server.model.families.registry import architectures, read_model
 from loraplex.server.model.ops.kernel_limits import unsupported
 from loraplex.server.model.ops.memory import layer_token_bytes, weights_bytes
 from loraplex.server.model.spec.model_spec import AttentionSpec, MlpSpec, ModelSpec, StepSpec
+from loraplex.server.model.spec.moe_spec import MoeSpec
 from loraplex.server.model.spec.state_spec import DeltaNetSpec, Mamba2Spec, ShortConvSpec
 
 _HEAD = """\
@@ -68,7 +69,7 @@ def _blocks(known: KnownModel) -> str:
     mixers = {branch for layer in model.layers for branch in layer.branches}
     ropes = {of.rope for of in attentions}
     turned = [rope for rope in ropes if rope is not None]
-    mlps = [feed for feed in feeds if isinstance(feed, MlpSpec)]
+    mlps = [feed for feed in feeds if isinstance(feed, MlpSpec) and not feed.takes_inputs]
     found: dict[str, bool] = {
         "LayerNorm": model.norm.kind == "layer" and model.norm.has_weight,
         "LayerNorm without weights": not model.norm.has_weight,
@@ -103,9 +104,10 @@ def _blocks(known: KnownModel) -> str:
         "a scaled embedding": model.embedding.scale != 1.0,
         "an MLP without gate": any(not feed.is_gated for feed in mlps),
         **{of.activation: of.activation != "silu" for of in mlps},
-        "experts": len(feeds) > len(mlps),
-        "a shared MLP": len(mlps) < len(feeds)
-        and any(len(step.branches) > 1 and not _attends(step) for step in model.steps),
+        "embeddings of each layer": model.embedding.inputs is not None,
+        "keys and values of other layers": any(of.keys_of is not None for of in attentions),
+        "experts": any(isinstance(feed, MoeSpec) for feed in feeds),
+        "a shared MLP": any(len(step.branches) > 1 and not _attends(step) for step in model.steps),
     }
     return ", ".join(block for block, has in found.items() if has)
 
@@ -127,4 +129,5 @@ def _example(known: KnownModel) -> str:
 
 def _kv_bytes(model: ModelSpec) -> int:
     attentions = model.attentions.values() if model.is_causal else ()
-    return sum(layer_token_bytes(attention, "bfloat16", "auto") for attention in attentions)
+    own = (of for of in attentions if of.keys_of is None)
+    return sum(layer_token_bytes(attention, "bfloat16", "auto") for attention in own)

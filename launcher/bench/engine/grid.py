@@ -345,7 +345,9 @@ def adapter_bytes(grid: Grid, lora_rank: int, rows: int) -> float:
 def matrix_parameters(model: ModelSpec, rows: int = 1) -> float:
     """Counts weights of the layers' matrices that `rows` tokens are multiplied with, without
     those that choose experts, which are few."""
-    return sum(
+    inputs = model.embedding.inputs
+    of_all = 0 if inputs is None else inputs.linear.out_features * inputs.linear.in_features
+    return of_all + sum(
         linear.out_features * linear.in_features * _read(layer, linear.experts, rows)
         for layer in model.layers
         for linear in layer.linears

@@ -34,6 +34,7 @@ from loraplex.server.model.spec.model_spec import (
     AttentionSpec,
     Branch,
     EmbeddingSpec,
+    LayerInputs,
     LayerSpec,
     MlpSpec,
     ModelSpec,
@@ -47,6 +48,7 @@ from loraplex.server.model.weights import (
     AttentionWeights,
     BranchWeights,
     EmbeddingWeights,
+    InputWeights,
     LayerNorm,
     LayerWeights,
     MlpWeights,
@@ -120,7 +122,15 @@ class _RandomWeights:
         rows = 0 if places is None else spec.num_types * (places.rows - places.first)
         projection = None if spec.projection is None else self.linear(spec.projection)
         added = self.matrix(rows, spec.size) if rows else None
-        return EmbeddingWeights(added, self._optional(spec.norm), projection)
+        inputs = self._inputs(spec.inputs)
+        return EmbeddingWeights(added, self._optional(spec.norm), projection, inputs)
+
+    def _inputs(self, spec: LayerInputs | None) -> InputWeights | None:
+        if spec is None:
+            return None
+        table = self.matrix(spec.rows, spec.layers, spec.own_size)
+        mine = slice(spec.own_size)
+        return InputWeights(spec, table, self.linear(spec.linear), self.norm(spec.norm), mine)
 
     def layer(self, index: int, spec: LayerSpec) -> LayerWeights:
         steps = (
@@ -138,7 +148,7 @@ class _RandomWeights:
     def _branch(self, index: int, spec: Branch) -> BranchWeights:
         match spec:
             case AttentionSpec():
-                heads = spec.num_heads + spec.num_kv_heads
+                heads = spec.num_heads + (spec.num_kv_heads if spec.k_norm else 0)
                 return AttentionWeights(
                     self.linear(spec.qkv, index),
                     self.linear(spec.o, index),

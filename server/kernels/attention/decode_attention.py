@@ -14,10 +14,17 @@ import triton
 import triton.language as tl
 
 from loraplex.server.kernels.attention.decode_work import PIECE_STEP, DecodeItems, max_items
-from loraplex.server.kernels.attention.pages import CachePages, as_stored, place_in_pages
+from loraplex.server.kernels.attention.pages import (
+    CachePages,
+    as_stored,
+    as_whole,
+    head_scales,
+    place_in_pages,
+)
 from loraplex.server.kernels.attention.rotation import (
     QkNorm,
     Rotation,
+    head_factor,
     load_angles,
     norm_and_rotate,
     norm_arguments,
@@ -94,7 +101,8 @@ def decode_attention(
     programmatic_launch: bool,
 ) -> None:
     """Compute attention of one new token a sequence, and write its keys and values to the cache.
-    qkv: `[batch, (heads + 2 kv_heads) * head_dim]`, contiguous; pending: LoRA of it, computed
+    qkv: `[batch, (heads + 2 kv_heads) * head_dim]`, contiguous, or of fewer parts
+    (`CachePages.parts`); pending: LoRA of it, computed
     beside it. cache: features of k lie as `rotation.py` says. out: `[batch, heads, head_dim]`.
     One kernel, two with a norm over all heads. Raises ValueError on a mismatch, and where
     scratch has no room for the batch.
@@ -103,7 +111,7 @@ def decode_attention(
     if len(qkv) > len(scratch.done) or work.items.shape[1] > len(scratch.sums):
         raise ValueError(f"scratch is for {len(scratch.done)} sequences, the batch has {len(qkv)}")
     page_size, kv_heads, head_dim = cache.k.shape[1:]
-    heads = qkv.shape[1] // head_dim - 2 * kv_heads
+    heads = cache.heads(qkv.shape[1])
     sizes = (heads * head_dim, kv_heads * head_dim)
     factors = norm_factors(qkv, pending, norm, sizes, programmatic_launch=programmatic_launch)
     group = heads // kv_heads
@@ -132,6 +140,7 @@ def decode_attention(
         BLOCK_Q=triton.next_power_of_2(group),
         BLOCK_H=max(16, triton.next_power_of_2(head_dim // 2)),
         BLOCK_N=block_n,
+        PARTS=cache.parts,
         NORM=norm_switch(norm),
         TURNS=batch.turns is not None,
         LORA=pending is not None,
@@ -199,6 +208,7 @@ def _decode_attention_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PARTS: tl.constexpr,
     NORM: tl.constexpr,
     TURNS: tl.constexpr,
     LORA: tl.constexpr,
@@ -219,19 +229,20 @@ def _decode_attention_kernel(
         position = tl.load(positions_ptr + seq).to(tl.int32)
         pages_ptr = page_table_ptr + tl.load(rows_ptr + seq).to(tl.int64) * stride_pages
         slot = tl.load(slots_ptr + seq) if LORA else seq * 0 - 1
-        row = seq.to(tl.int64) * ((GROUP + 2) * KV_HEADS * HEAD_DIM)
+        row = seq.to(tl.int64) * ((GROUP + PARTS - 1) * KV_HEADS * HEAD_DIM)
         turn = tl.load(turns_ptr + seq) if TURNS else position.to(tl.int64)
         token = _new_token(
             qkv_ptr + row, delta_ptr + row, ranks_at(ints_ptr, record_of(slot, site, num_sites)),
             slot, kv_head, (norm[0], norm[1], norm[2] + seq.to(tl.int64) * 2), tables, turn,
-            GROUP, KV_HEADS, HEAD_DIM, BLOCK_Q, BLOCK_H, NORM, LORA, PAIRS, INTERLEAVED, SCALED,
+            GROUP, KV_HEADS, HEAD_DIM, BLOCK_Q, BLOCK_H, PARTS, NORM, LORA,
+            PAIRS, INTERLEAVED, SCALED,
         )  # fmt: skip
         seen = tl.maximum(position + 1 - window, 0) if WINDOWED else position * 0
         origin = seen // PIECE_STEP * PIECE_STEP
         so_far = _attend_piece(
             token, origin + number * piece, piece, position, seen, pages_ptr, cache,
             sinks_ptr, kv_head, (inner, outer), GROUP, KV_HEADS, HEAD_DIM, PAGE_SIZE,
-            max(16, BLOCK_Q), BLOCK_N, BLOCK_H, CAPPED, WINDOWED, SINKS,
+            max(16, BLOCK_Q), BLOCK_N, BLOCK_H, PARTS, CAPPED, WINDOWED, SINKS,
         )  # fmt: skip
         _write(
             so_far, item, number, (position - origin) // piece + 1, kv_head,
@@ -260,6 +271,7 @@ def _new_token(
     HEAD_DIM: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    PARTS: tl.constexpr,
     NORM: tl.constexpr,
     LORA: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -267,14 +279,15 @@ def _new_token(
     SCALED: tl.constexpr,
 ) -> tuple[Any, Any, Any]:
     """Halves of q, each `[BLOCK_Q, BLOCK_H]`, of k and of v, each `[1, BLOCK_H]`, of the token, as
-    they are used. norm: weights, epsilon, factors of the token. turn: row of the tables."""
+    they are used; k and v are zeros where the product has q alone. norm: weights, epsilon, factors
+    of the token. turn: row of the tables."""
     HEADS: tl.constexpr = GROUP * KV_HEADS
     HALF: tl.constexpr = HEAD_DIM // 2
     touched = slot >= 0
     if LORA:
         rank_q = tl.load(ranks_ptr, mask=touched, other=0)
         rank_k = tl.load(ranks_ptr + 1, mask=touched, other=0)
-        rank_v = tl.load(ranks_ptr + 2, mask=touched, other=0)
+        rank_v = tl.load(ranks_ptr + PARTS - 1, mask=touched, other=0)
     else:
         rank_q, rank_k, rank_v = 0, 0, 0
     g = tl.arange(0, BLOCK_Q)[:, None]
@@ -283,16 +296,25 @@ def _new_token(
         x_ptr, delta_ptr, rank_q, kv_head * GROUP + g, (g < GROUP) & inside,
         norm, tables, turn, HEAD_DIM, BLOCK_H, NORM, LORA, PAIRS, INTERLEAVED, SCALED,
     )  # fmt: skip
-    k_head = tl.zeros((1, 1), tl.int32) + (HEADS + kv_head)
-    k = _rotated(
-        x_ptr, delta_ptr, rank_k, k_head, inside,
-        (norm[0], norm[1], norm[2] + 1), tables, turn,
-        HEAD_DIM, BLOCK_H, NORM, LORA, PAIRS, INTERLEAVED, False,
-    )  # fmt: skip
     dtype = x_ptr.dtype.element_ty
-    at = (k_head + KV_HEADS) * HEAD_DIM + tl.arange(0, BLOCK_H)[None, :]
-    a, b = _adapted(x_ptr, delta_ptr, rank_v, at, HALF, inside, HALF, BLOCK_H, LORA)
-    return q, k, (a.to(dtype), b.to(dtype))
+    if PARTS == 1:
+        nothing = tl.zeros((1, BLOCK_H), dtype)
+        k, v = (nothing, nothing), (nothing, nothing)
+    else:
+        k_head = tl.zeros((1, 1), tl.int32) + (HEADS + kv_head)
+        k = _rotated(
+            x_ptr, delta_ptr, rank_k, k_head, inside,
+            (norm[0], norm[1], norm[2] + 1), tables, turn,
+            HEAD_DIM, BLOCK_H, NORM, LORA, PAIRS, INTERLEAVED, False,
+        )  # fmt: skip
+        at = (k_head + (PARTS - 2) * KV_HEADS) * HEAD_DIM + tl.arange(0, BLOCK_H)[None, :]
+        a, b = _adapted(x_ptr, delta_ptr, rank_v, at, HALF, inside, HALF, BLOCK_H, LORA)
+        if NORM == 3:
+            factor = head_factor(a, b, norm[1], HALF)
+            a *= factor
+            b *= factor
+        v = (a.to(dtype), b.to(dtype))
+    return q, k, v
 
 
 @triton.jit
@@ -373,6 +395,7 @@ def _attend_piece(
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    PARTS: tl.constexpr,
     CAPPED: tl.constexpr,
     WINDOWED: tl.constexpr,
     SINKS: tl.constexpr,
@@ -380,24 +403,36 @@ def _attend_piece(
     """The piece's cached tokens from `seen` on; the last piece has the new token too, and the sink,
     and keeps the token. Returns what `_attend` does."""
     q = token[0]
-    dtype: tl.constexpr = q[0].dtype
     TOKEN: tl.constexpr = KV_HEADS * HEAD_DIM
     HALF: tl.constexpr = HEAD_DIM // 2
     k_ptr = cache[0] + kv_head * HEAD_DIM
     v_ptr = cache[1] + kv_head * HEAD_DIM
-    new_k = (as_stored(token[1][0], cache[2], k_ptr), as_stored(token[1][1], cache[2], k_ptr))
-    new_v = (as_stored(token[2][0], cache[3], v_ptr), as_stored(token[2][1], cache[3], v_ptr))
+    scales = cache[6]
+    if scales is not None:
+        of_head = kv_head * PAGE_SIZE
+        scales = (scales[0] + of_head, scales[1] + of_head, scales[2])
     is_last = begin + piece > position
     page = tl.load(pages_ptr + position // PAGE_SIZE)
     place = place_in_pages(page, position % PAGE_SIZE, cache[5], TOKEN)
     kept = tl.where(is_last, HALF, 0)
-    _store_halves(k_ptr + place, new_k, kept, HALF, BLOCK_H)
-    _store_halves(v_ptr + place, new_v, kept, HALF, BLOCK_H)
     # As later tokens will find them.
-    so_far = _first_scores(
-        q, (new_k[0].to(dtype), new_k[1].to(dtype)), (new_v[0].to(dtype), new_v[1].to(dtype)),
-        is_last, factors, BLOCK_G, BLOCK_H, CAPPED,
-    )  # fmt: skip
+    new_k, new_v = token[1], token[2]
+    if PARTS == 1:
+        if scales is not None:
+            at = page * scales[2] + position % PAGE_SIZE
+            new_k = _load_halves(k_ptr + place, scales[0] + at, True, HALF, BLOCK_H)
+            new_v = _load_halves(v_ptr + place, scales[1] + at, True, HALF, BLOCK_H)
+        else:
+            new_k = _load_halves(k_ptr + place, k_ptr, False, HALF, BLOCK_H)
+            new_v = _load_halves(v_ptr + place, v_ptr, False, HALF, BLOCK_H)
+    elif scales is not None:
+        at = page * scales[2] + position % PAGE_SIZE
+        new_k = _keep_whole(new_k, k_ptr + place, scales[0] + at, kept, HALF, BLOCK_H)
+        new_v = _keep_whole(new_v, v_ptr + place, scales[1] + at, kept, HALF, BLOCK_H)
+    else:
+        new_k = _keep(new_k, cache[2], k_ptr + place, kept, HALF, BLOCK_H)
+        new_v = _keep(new_v, cache[3], v_ptr + place, kept, HALF, BLOCK_H)
+    so_far = _first_scores(q, new_k, new_v, is_last, factors, BLOCK_G, BLOCK_H, CAPPED)
     if SINKS:
         g = tl.arange(0, BLOCK_G)
         sink = tl.load(sinks_ptr + kv_head * GROUP + g, mask=g < GROUP, other=0.0).to(tl.float32)
@@ -405,8 +440,60 @@ def _attend_piece(
     return _attend(
         (_padded(q[0], BLOCK_G), _padded(q[1], BLOCK_G)), so_far,
         begin, tl.minimum(begin + piece, position), seen, pages_ptr, k_ptr, v_ptr, cache[5],
-        factors, TOKEN, HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_H, CAPPED, WINDOWED,
+        scales, factors, TOKEN, HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_H, CAPPED, WINDOWED,
     )  # fmt: skip
+
+
+@triton.jit
+def _load_halves(
+    from_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    SCALED: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+) -> tuple[Any, Any]:
+    """Both halves of a head as pages have them, float32 `[1, BLOCK_H]` each, 0 beyond HALF; times
+    a scale, where they are SCALED."""
+    h = tl.arange(0, BLOCK_H)[None, :]
+    a = tl.load(from_ptr + h, mask=h < HALF, other=0.0).to(tl.float32)
+    b = tl.load(from_ptr + HALF + h, mask=h < HALF, other=0.0).to(tl.float32)
+    if SCALED:
+        scale = tl.load(scale_ptr)
+        a *= scale
+        b *= scale
+    return a, b
+
+
+@triton.jit
+def _keep(
+    x: tl.tuple,
+    factor: tl.tensor,
+    to_ptr: tl.tensor,
+    kept: tl.tensor,
+    HALF: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+) -> tuple[Any, Any]:
+    """Store a head's halves, `[1, BLOCK_H]` each -> the same as they are stored, in x's dtype."""
+    stored = (as_stored(x[0], factor, to_ptr), as_stored(x[1], factor, to_ptr))
+    _store_halves(to_ptr, stored, kept, HALF, BLOCK_H)
+    return stored[0].to(x[0].dtype), stored[1].to(x[1].dtype)
+
+
+@triton.jit
+def _keep_whole(
+    x: tl.tuple,
+    to_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    kept: tl.tensor,
+    HALF: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+) -> tuple[Any, Any]:
+    """Store a head's halves as `_keep` does, in int8, and their scale -> float32, scaled."""
+    scales = head_scales(x[0], x[1])
+    stored = (as_whole(x[0], scales), as_whole(x[1], scales))
+    _store_halves(to_ptr, stored, kept, HALF, BLOCK_H)
+    tl.store(scale_ptr + tl.zeros((1, 1), tl.int32), scales, mask=kept > 0)
+    return stored[0].to(tl.float32) * scales, stored[1].to(tl.float32) * scales
 
 
 @triton.jit
@@ -479,6 +566,7 @@ def _attend(
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
     stride: tl.tensor,
+    scales: tl.tuple,
     factors: tl.tuple,
     TOKEN: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -489,8 +577,8 @@ def _attend(
     WINDOWED: tl.constexpr,
 ) -> tuple[Any, Any, Any, Any]:
     """Cached tokens begin .. end, but those before `seen`, into the running softmax
-    (arXiv:1805.02867), two tiles of BLOCK_N at a time. stride: from page to page; factors: inner
-    and outer of the rule."""
+    (arXiv:1805.02867), two tiles of BLOCK_N at a time. stride: from page to page; scales: as of
+    `CachePages.token_scales`, of the head; factors: inner and outer of the rule."""
     HALF: tl.constexpr = HEAD_DIM // 2
     n = tl.arange(0, BLOCK_N)
     h = tl.arange(0, BLOCK_H)[None, :]
@@ -514,6 +602,15 @@ def _attend(
         ky_a = tl.load((k_ptr + y) + at, mask=inside, other=0.0)
         ky_b = tl.load((k_ptr + y) + (at + HALF), mask=inside, other=0.0)
         of_x, of_y = _qk(q, kx_a, kx_b), _qk(q, ky_a, ky_b)
+        if scales is not None:
+            sx = _tile_start(
+                pages_ptr, first, end, seen, scales[2], 1, PAGE_SIZE, BLOCK_N, WINDOWED
+            )
+            sy = _tile_start(
+                pages_ptr, second, end, seen, scales[2], 1, PAGE_SIZE, BLOCK_N, WINDOWED
+            )
+            of_x *= _scales_of(scales[0], sx, x_live)
+            of_y *= _scales_of(scales[0], sy, y_live)
         if CAPPED:
             of_x, of_y = capped(of_x, inner), capped(of_y, inner)
         of_x = tl.where(x_live[None, :], of_x, float("-inf"))
@@ -523,6 +620,9 @@ def _attend(
         of_x = tl.exp2(of_x * outer - higher[:, None])
         of_y = tl.exp2(of_y * outer - higher[:, None])
         total = total * decay + tl.sum(of_x + of_y, axis=1)
+        if scales is not None:
+            of_x *= _scales_of(scales[1], sx, x_live)
+            of_y *= _scales_of(scales[1], sy, y_live)
         vx_a = tl.load((v_ptr + x) + at, mask=x_live[:, None] & inside, other=0.0)
         vx_b = tl.load((v_ptr + x) + (at + HALF), mask=x_live[:, None] & inside, other=0.0)
         vy_a = tl.load((v_ptr + y) + at, mask=y_live[:, None] & inside, other=0.0)
@@ -559,6 +659,14 @@ def _tile_start(
         page = tl.load(pages_ptr + token // PAGE_SIZE)
         start = place_in_pages(page, token % PAGE_SIZE - n, stride, TOKEN)[:, None]
     return start
+
+
+@triton.jit
+def _scales_of(scales_ptr: tl.tensor, start: tl.tensor, live: tl.tensor) -> Any:
+    """Scales of a tile's tokens, `[1, BLOCK_N]`, 0 where a token is not live. start: as of
+    `_tile_start`."""
+    n = tl.arange(0, live.shape[0])
+    return tl.trans(tl.load(scales_ptr + start + n[:, None], mask=live[:, None], other=0.0))
 
 
 @triton.jit

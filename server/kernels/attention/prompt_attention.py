@@ -116,6 +116,7 @@ def prompt_attention(
         cache.v,
         cache.v_scale,
         cache.stride,
+        cache.token_scales,
         page_table,
         page_table.stride(0),
         tiles,
@@ -147,6 +148,7 @@ def _prompt_attention_kernel(
     v_ptr: tl.tensor,
     v_scale: tl.tensor,
     stride: tl.tensor,
+    token_scales: tl.tuple,
     page_table_ptr: tl.tensor,
     stride_pages: tl.tensor,
     tiles_ptr: tl.tensor,
@@ -187,8 +189,12 @@ def _prompt_attention_kernel(
         if SINKS:
             top = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
             total += 1.0
+        scales = token_scales
+        if token_scales is not None:
+            of_head = kv_head * PAGE_SIZE
+            scales = (token_scales[0] + of_head, token_scales[1] + of_head, token_scales[2])
         keys = _Keys(
-            pages_ptr, k_ptr + kv_head * HEAD_DIM, v_ptr + kv_head * HEAD_DIM, stride,
+            pages_ptr, k_ptr + kv_head * HEAD_DIM, v_ptr + kv_head * HEAD_DIM, stride, scales,
             start + count,
         )  # fmt: skip
         top, total, acc = _attend_tile(
@@ -205,13 +211,14 @@ def _prompt_attention_kernel(
 
 class _Keys(NamedTuple):
     """Keys and values of one kv head: the sequence's pages, addresses, the stride from page to
-    page, and the position of the end.
+    page, as much of `CachePages.token_scales`, and the position of the end.
     """
 
     pages_ptr: Any
     k_ptr: Any
     v_ptr: Any
     stride: Any
+    scales: Any
     end: Any
 
 
@@ -282,9 +289,12 @@ def _attend(
         # Behind the end lies what nobody sees: the last key is read in its place.
         token = tl.minimum(first + n, keys.end - 1)
         page = tl.load(keys.pages_ptr + token // form.page_size)
-        at = place_in_pages(page, token % form.page_size, keys.stride, form.token)[:, None] + d
+        offset = token % form.page_size
+        at = place_in_pages(page, offset, keys.stride, form.token)[:, None] + d
         k = tl.load(keys.k_ptr + at, mask=d < form.head_dim, other=0.0)
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+        if keys.scales is not None:
+            scores *= tl.load(keys.scales[0] + page * keys.scales[2] + offset)[None, :]
         if form.capped:
             scores = capped(scores, inner)
         if MASKED:
@@ -297,6 +307,8 @@ def _attend(
         decay = tl.exp2(top - higher)
         weights = tl.exp2(scores * outer - higher[:, None])
         total = total * decay + tl.sum(weights, axis=1)
+        if keys.scales is not None:
+            weights *= tl.load(keys.scales[1] + page * keys.scales[2] + offset)[None, :]
         v = tl.load(keys.v_ptr + at, mask=d < form.head_dim, other=0.0)
         acc = tl.dot(
             weights.to(q.dtype), v.to(q.dtype), acc * decay[:, None], input_precision="ieee"

@@ -61,11 +61,11 @@ def rope_append_lora(
     num_decodes, heads, head_dim]` are returned. The result is that of `rope_append` with `expand`
     before it, but that the sum is not rounded before the rotation. For tiles of more than 16 rows.
     positions, slots: of all tokens; k and v of one at -1 are left out. qkv: in the adapters' dtype.
-    One kernel. Raises ValueError on a mismatch, and for a norm over all heads and pages in FP8,
-    before which LoRA must be expanded.
+    One kernel. Raises ValueError on a mismatch, and for a norm over all heads or of values, fewer
+    parts than q, k and v and pages in FP8, before which LoRA must be expanded.
     """
-    if norm is not None and norm.all_heads:
-        raise ValueError("a norm over all heads needs the sum that is rotated")
+    if norm_switch(norm) > 1 or cache.parts < 3:
+        raise ValueError("a norm over all heads or of values, and fewer parts, need the sum")
     segments, workspace, table = pending.segments, pending.workspace, pending.table
     tokens, (page_size, kv_heads, head_dim) = len(qkv), cache.k.shape[1:]
     heads = qkv.shape[1] // head_dim - 2 * kv_heads

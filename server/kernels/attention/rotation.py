@@ -46,12 +46,14 @@ class Rotation:
 
 @dataclass(frozen=True, slots=True)
 class QkNorm:
-    """An RMS norm of q and k before the rotation. weights: `[heads + kv_heads, head_dim]`.
-    all_heads: over all heads of q together, and over those of k; else over each head."""
+    """An RMS norm of q and k before the rotation. weights: `[heads + kv_heads, head_dim]`, or of
+    q alone. all_heads: over all heads of q together, and over those of k; else over each head.
+    values: over each value, too, without weights; not with all_heads."""
 
     weights: torch.Tensor
     epsilon: float
     all_heads: bool = False
+    values: bool = False
 
 
 def norm_arguments(
@@ -63,10 +65,13 @@ def norm_arguments(
 
 
 def norm_switch(norm: QkNorm | None) -> int:
-    """The constant NORM of kernels: 0 = without, 1 = of each head, 2 = of all heads."""
+    """The constant NORM of kernels: 0 = without, 1 = of each head, 2 = of all heads, 3 = of each
+    head, and of values."""
     if norm is None:
         return 0
-    return 2 if norm.all_heads else 1
+    if norm.all_heads:
+        return 2
+    return 3 if norm.values else 1
 
 
 def norm_factors(
@@ -185,6 +190,13 @@ def load_angles(
 
 
 @triton.jit
+def head_factor(first: tl.tensor, second: tl.tensor, epsilon: tl.tensor, HALF: tl.constexpr) -> Any:
+    """The factor of each head by an RMS norm, before its weights: `[heads, 1]`."""
+    mean = tl.sum(first * first + second * second, axis=1) / (2 * HALF)
+    return tl.rsqrt(mean + epsilon)[:, None]
+
+
+@triton.jit
 def norm_and_rotate(
     raw: tl.tuple,
     weight_ptr: tl.tensor,
@@ -196,16 +208,17 @@ def norm_and_rotate(
     NORM: tl.constexpr,
 ) -> tuple[Any, Any]:
     """The first and the second features of pairs, float32 `[heads or tokens, BLOCK_D]`, 0 beyond
-    HALF; where not rotated, as they are. weight_ptr: where the norm's weights of the first ones
-    lie; apart: as of `pair_columns`. norm: which weights there are, epsilon, factor. angles: as of
-    `load_angles`."""
+    HALF; where not rotated, as they are, or normed without weights. weight_ptr: where the norm's
+    weights of the first ones lie; apart: as of `pair_columns`. norm: which weights there are,
+    epsilon, factor. angles: as of `load_angles`."""
     first, second = raw
     cos, sin = angles
     if NORM != 0:
         normed, epsilon, factor = norm
-        if NORM == 1:
-            mean = tl.sum(first * first + second * second, axis=1) / (2 * HALF)
-            factor = tl.rsqrt(mean + epsilon)[:, None]
+        if NORM != 2:
+            factor = head_factor(first, second, epsilon, HALF)
+        if NORM == 3:
+            raw = (first * factor, second * factor)
         first *= factor * tl.load(weight_ptr, mask=normed, other=0.0).to(tl.float32)
         second *= factor * tl.load(weight_ptr + apart, mask=normed, other=0.0).to(tl.float32)
     new_first = tl.where(rotated, first * cos - second * sin, raw[0])

@@ -50,7 +50,7 @@ class StateGates(NamedTuple):
     skip: torch.Tensor | None = None
     limits: tuple[float, float] = (0.0, float("inf"))
     factor: float = 1.0
-    beta: float = 1.0
+    beta: int = 1
 
 
 class StateHeads(NamedTuple):

@@ -102,7 +102,7 @@ def _recur(
         "FACTOR": gates.factor,
         "LOW": low,
         "HIGH": min(high, _MOST),
-        "DELTA": 0.0 if gates.skip is not None else gates.beta,
+        "DELTA": 0 if gates.skip is not None else gates.beta,
     }
     skip = gates.decay if gates.skip is None else gates.skip
     of_gates = (product, gates.columns, gates.decay, gates.bias)

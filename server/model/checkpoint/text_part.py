@@ -17,11 +17,15 @@ from loraplex.server.model.checkpoint.checkpoint import (
 )
 from loraplex.server.model.spec.model_spec import ModelSpec
 
+_OF_BODY = (
+    r"(?:layers|embed_tokens|norm|final_layernorm|embedding_norm|embed_tokens_per_layer|"
+    r"per_layer_model_projection|per_layer_projection_norm)\..+"
+)
 _BODY = re.compile(
     r"(?:model\.language_model\.|language_model\.model\.|language_model\.|model\.text_model\.|"
-    r"model\.)(?P<rest>(?:layers|embed_tokens|norm|final_layernorm|embedding_norm)\..+)"
+    rf"model\.)(?P<rest>{_OF_BODY})"
 )
-_BARE = re.compile(r"(?:layers|embed_tokens|norm|final_layernorm|embedding_norm)\..+")
+_BARE = re.compile(_OF_BODY)
 _HEAD = re.compile(r"(?:language_model\.)?(?P<head>lm_head\..+)")
 
 

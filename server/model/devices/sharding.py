@@ -58,10 +58,13 @@ def shard_counts(model: ModelSpec) -> tuple[int, ...]:
     branches = {branch for layer in model.layers for branch in layer.branches}
     states = {branch for branch in branches if isinstance(branch, StateSpec)}
     units = {q.units for q, _ in heads} | {each.units for each in states}
+    inputs = model.embedding.inputs
+    size = 0 if inputs is None else inputs.size
     return tuple(
         n
         for n in range(1, min(_MOST_SHARDS, *units) + 1)
         if all(q.units % n == 0 and kv.divides(n) for q, kv in heads)
+        and size % n == 0
         and all(each.divides(n) for each in states)
     )
 
@@ -73,7 +76,10 @@ def _heads(attention: AttentionSpec) -> tuple[Span, Span]:
 
 
 def _embedding(embedding: EmbeddingSpec, count: int) -> EmbeddingSpec:
-    return replace(embedding, rows=Span(embedding.vocab_size).width(count))
+    inputs = embedding.inputs
+    if inputs is not None:
+        inputs = replace(inputs, devices=count)
+    return replace(embedding, rows=Span(embedding.vocab_size).width(count), inputs=inputs)
 
 
 def sharded_states(spec: StateSpec, count: int) -> StateSpec:

@@ -71,12 +71,8 @@ _PARTS: tuple[_Part, ...] = (
         kinds=("indexed_attention", "heavily_compressed_attention", "compressed_sparse_attention"),
     ),
     _Part(
-        "embeddings of each layer, and layers that share keys and values",
-        (
-            *("hidden_size_per_layer_input", "num_kv_shared_layers", "altup_num_inputs"),
-            "vocab_size_per_layer_input",
-        ),
-        named=("attention_k_eq_v", "use_double_wide_mlp"),
+        "several streams of a token (AltUp), and low-rank branches beside attention (LAuReL)",
+        ("altup_num_inputs", "laurel_rank"),
     ),
     _Part(
         "attention in chunks, and experts whose input is scaled",

@@ -97,7 +97,7 @@ class _Start:
         # What states launch for prompts depends on these.
         prompt_sizes = () if parts.states else _prompt_sizes(limits, parts.weights.layers)
         backend = prompt_backend(torch.cuda.get_device_capability(rows.device))
-        inside = prompts_in_graphs(parts.model, backend, fp8_cache=parts.cache.is_fp8)
+        inside = prompts_in_graphs(parts.model, backend, rounded_cache=parts.cache.is_rounded)
         captured = prompt_sizes if inside else ()
         most = max(limits.most_decodes + MOST_PADDING, sizes[-1])
         room = (most, max((most, *captured)))
@@ -114,7 +114,7 @@ class _Start:
     def prompt_kernels(self) -> str:
         """Name the kernels that compute prompts, for a person."""
         parts = self.parts
-        names = sorted(set(prompt_kernels(parts.model, fp8_cache=parts.cache.is_fp8)))
+        names = sorted(set(prompt_kernels(parts.model, rounded_cache=parts.cache.is_rounded)))
         return " and ".join(names).replace("FlashInfer", f"FlashInfer ({self.backend})")
 
     @property
@@ -179,7 +179,7 @@ class _Start:
         logits.
         """
         weights, sizes = self.parts.weights, self.row_sizes
-        self.ops.products.load(sizes, [linear for linear, *_ in _by_shape(weights.layers)])
+        self.ops.products.load(sizes, [linear for linear, *_ in _by_shape(weights.linears)])
         most_logits = max(self.parts.limits.most_decodes, LOGITS_ROWS)
         self.ops.products.load(sizes_up_to(sizes, most_logits), [weights.lm_head])
 
@@ -202,7 +202,7 @@ class _Start:
     def _products(self) -> Iterator[tuple[Sequence[int], list[list[Linear]]]]:
         """Numbers of rows, and for each shape of a product that has them its matrices."""
         weights = self.parts.weights
-        yield sorted({*self.sizes, *self.prompt_sizes}), _by_shape(weights.layers)
+        yield sorted({*self.sizes, *self.prompt_sizes}), _by_shape(weights.linears)
         # Of steps with prompts no graph has the head.
         yield self.sizes, [[weights.lm_head]]
 
@@ -213,7 +213,7 @@ class _Start:
 
     def _token_graphs(self, decoder: CudaDecoder) -> TokenGraphs:
         parts, inside = self.parts, None
-        if prompts_in_graphs(parts.model, self.backend, fp8_cache=parts.cache.is_fp8):
+        if prompts_in_graphs(parts.model, self.backend, rounded_cache=parts.cache.is_rounded):
             page_table, most = parts.rows.page_table, self.prompt_sizes[-1]
             room = PromptRoom(most, MAX_PROMPTS * page_table.shape[-1])
             prompts = PromptAttention(parts.model, parts.cache, self.backend, room)
@@ -236,12 +236,11 @@ def summed_sites(parts: Parts) -> SummedSites:
     return SummedSites(before, summed, group.term_rows)
 
 
-def _by_shape(layers: Iterable[LayerWeights]) -> list[list[Linear]]:
-    """Linears that every token passes, of all layers, grouped by shape."""
+def _by_shape(linears: Iterable[Linear]) -> list[list[Linear]]:
+    """Group linears by shape."""
     found: dict[tuple[object, ...], list[Linear]] = {}
-    for layer in layers:
-        for linear in layer.linears:
-            found.setdefault(linear.kind, []).append(linear)
+    for linear in linears:
+        found.setdefault(linear.kind, []).append(linear)
     return list(found.values())
 
 

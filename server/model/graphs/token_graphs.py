@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from loraplex.server.engine.plan import StepPlan
-from loraplex.server.model.decoder import Decoder, Embedded
+from loraplex.server.model.decoder import Decoder, Embedded, Stream
 from loraplex.server.model.lora.lora import Reach
 from loraplex.server.model.ops.capture import record
 from loraplex.server.model.ops.device_lora import DeviceLora
@@ -36,18 +36,18 @@ class EndGraphs:
         decoder: Decoder[CudaPlan, DeviceLora, LinearOutput],
         ops: CudaOps,
         sizes: tuple[int, ...],
-        begun: tuple[torch.Tensor, torch.Tensor],
+        begun: tuple[torch.Tensor, Stream],
         pool: Any,
     ) -> None:
         """Allocate the inputs and outputs of graphs for a step's end. begun: `[sizes[-1], heads *
-        head_dim]` of the last layer and `[sizes[-1], hidden]`, where steps leave what that layer
-        attended and the hidden states. pool: of graphs.
+        head_dim]` of the last layer and a stream of as many tokens, where steps leave what that
+        layer attended and theirs. pool: of graphs.
         """
         self.sizes = sizes
         self._decoder, self._ops, self._begun, self._pool = decoder, ops, begun, pool
         # Rows, then slots: one upload.
         self._packed = torch.zeros(2 * sizes[-1], dtype=torch.int32, device=ops.device)
-        self._normed = torch.zeros_like(begun[1])
+        self._normed = torch.zeros_like(begun[1].hidden)
         self._graphs: dict[tuple[int, Reach], torch.cuda.CUDAGraph] = {}
         # Kept since graphs write to their tensors.
         self._loras: dict[tuple[int, Reach], DeviceLora] = {}
@@ -96,8 +96,9 @@ class EndGraphs:
         def step() -> None:
             if lora is not None:
                 self._ops.route(lora)
-            attended, hidden = (begun.index_select(0, rows) for begun in self._begun)
-            self._normed[:size].copy_(self._decoder.end(attended, hidden, lora))
+            attended, stream = self._begun
+            found = self._decoder.end(attended.index_select(0, rows), stream.rows(rows), lora)
+            self._normed[:size].copy_(found)
 
         return step
 
@@ -138,7 +139,6 @@ class TokenGraphs:
             torch.zeros(most, dtype=torch.int64, device=device) for _ in range(2)
         )
         self._slots = torch.full((most,), -1, dtype=torch.int32, device=device)
-        self._hidden = torch.zeros(most, model.hidden_size, dtype=dtype, device=device)
         self._is_given = torch.zeros(1, 1, dtype=torch.bool, device=device)
         self._gives = False  # what is there when all that was launched is done
         if attention is None:
@@ -150,7 +150,10 @@ class TokenGraphs:
             self._attended = attention.attended
         self._pool = torch.cuda.graph_pool_handle()
         self._captured: dict[tuple[int, Reach], _Captured] = {}
-        begun = (self._attended_by(-1, most), self._hidden)
+        # Between graphs lie what all layers read; behind the last attention that of the last.
+        layers = len(decoder.weights.layers) if attention is None else 1
+        self._stream = decoder.room(most, layers)
+        begun = (self._attended_by(-1, most), self._stream)
         self.ends = EndGraphs(decoder, ops, sizes, begun, self._pool)
 
     def rehearse(self, reach: Reach, example: Callable[[int], StepLayout]) -> None:
@@ -224,7 +227,7 @@ class TokenGraphs:
             self._is_given.fill_(gives)
         if gives:
             token_ids = self._token_ids[:size]
-            self._hidden[:size].copy_(self._decoder.embed(token_ids, self._ops.lora(slots)))
+            self._stream.hidden[:size].copy_(self._decoder.embed(token_ids, self._ops.lora(slots)))
             if table.is_wide(slots).any():  # the graph embeds in vain
                 token_ids.clamp_(max=self._decoder.spec.vocab_size - 1)
 
@@ -232,7 +235,7 @@ class TokenGraphs:
         """Return the embedded tokens that adapters give; None without adapters. They come where the
         hidden states are left later.
         """
-        return None if lora is None else Embedded(self._hidden[:size], self._is_given)
+        return None if lora is None else Embedded(self._stream.hidden[:size], self._is_given)
 
     def _replay_between(
         self, graphs: list[torch.cuda.CUDAGraph], plan: CudaPlan, tokens: int
@@ -275,25 +278,25 @@ class TokenGraphs:
             if lora is not None:
                 self._ops.route(lora)
             token_ids = self._token_ids[:size]
-            _, hidden = self._decoder.up_to_end(token_ids, plan, lora, embedded=embedded)
-            self._hidden[:size].copy_(hidden)
+            _, stream = self._decoder.up_to_end(token_ids, plan, lora, embedded=embedded)
+            self._stream.first(size).copy_(stream)
 
         return [step]
 
     def _pieces_between(self, size: int, lora: DeviceLora | None) -> list[Callable[[], None]]:
-        decoder, hidden = self._decoder, self._hidden[:size]
+        decoder, stream = self._decoder, self._stream.first(size)
 
         def begin() -> None:
             if lora is not None:
                 self._ops.route(lora)
             token_ids, embedded = self._token_ids[:size], self._embedded(size, lora)
             normed, begun = decoder.begin(token_ids, self._positions[:size], lora, embedded)
-            hidden.copy_(begun)
+            stream.copy_(begun)
             self._project(normed, 0, lora)
 
         def follow(number: int) -> None:
             attended = self._attended_by(number, size)
-            normed, _ = decoder.after_mixer(number, attended, hidden, lora)  # hidden in place
+            normed, _ = decoder.after_mixer(number, attended, stream, lora)  # in place
             self._project(normed, number + 1, lora)
 
         numbers = range(len(decoder.mixers) - 1)

@@ -50,7 +50,8 @@ BranchSites = tuple[Site, ...]
 
 
 class Sites:
-    """All sites of a model, numbered layer by layer, then `embed_tokens`, then `lm_head`.
+    """All sites of a model, numbered layer by layer, then `embed_tokens`, then that of layers'
+    inputs, if they have some (`inputs`), then `lm_head`.
 
     in_features: int64 `[sites]`. out_features: int64 `[sites, 3]`, 0 = no such projection.
     branches: those of each step of the model, branch by branch. norms: by place, as of `BaseNorm`;
@@ -72,6 +73,8 @@ class Sites:
         self.embed = self._new(
             -1, "embed_tokens", embedding.num_rows, (embedding.size,), sharding="row"
         )
+        inputs = embedding.inputs
+        self.inputs = None if inputs is None else self._add(-1, inputs.linear)
         self.lm_head = self._add(-1, model.head.linear)
         self.norms: tuple[NormSpec | None, ...] = (*(step.pre for _, step in steps), model.norm)
         self._score = model.score
@@ -80,7 +83,7 @@ class Sites:
         self.out_features = np.zeros((len(self), MAX_PROJECTIONS), dtype=np.int64)
         for site in self._all:
             self.out_features[site.number, : len(site.out_features)] = site.out_features
-        self.outside = np.array([site.layer < 0 for site in self._all])
+        self.outside = np.array([site.role in MODEL_SITES for site in self._all])
         self.of_experts = np.array([site.experts > 0 for site in self._all])
         self.routers = np.array([site.role == "router" for site in self._all])
         self.products = np.array([max(site.experts, 1) for site in self._all])

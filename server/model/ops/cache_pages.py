@@ -5,5 +5,10 @@ from loraplex.server.model.ops.ops import KVCache
 
 
 def cache_pages(cache: KVCache, layer: int) -> CachePages:
-    pages = cache.of(layer)
-    return CachePages(*pages, *cache.scales[layer]) if cache.is_fp8 else CachePages(*pages)
+    pages, parts = cache.of(layer), cache.parts(layer)
+    if (token_scales := cache.token_scales(layer)) is not None:
+        k_scales, v_scales = token_scales
+        return CachePages(*pages, k_scales=k_scales, v_scales=v_scales, parts=parts)
+    if cache.is_rounded:
+        return CachePages(*pages, *cache.scales[layer], parts=parts)
+    return CachePages(*pages, parts=parts)

@@ -78,7 +78,8 @@ Strategies = MappingProxyType[Role, Strategy]
 # Roles whose consumer finishes no LoRA.
 _COMPLETE: tuple[Role, ...] = (
     *("up", "in", "gates", "out", "shared_gate_up", "shared_down"),
-    *("shared_out_gate", "router", "wide_qkv", "wide_o"),
+    *("shared_out_gate", "router", "wide_qkv", "wide_o", "q", "wide_q"),
+    *("wide_gate_up", "wide_down", "layer_gate", "layer_out", "per_layer_model_projection"),
 )
 
 
@@ -125,13 +126,12 @@ class Consumers:
     """Reasons that keep a model's consumers from a part of LoRA.
 
     whole: sites of one module, of whose output the consumer takes parts: kernels finish LoRA by the
-    ranks of each part; sites whose activation no kernel computes; queries with gates, values with a
-    norm; and sites of
-    branches that are summed with others. summed: LoRA is complete
-    before devices sum. sums_first: the rotation expands nothing, since norms of q and k over all
-    heads need the sum before, since it would write to a cache of another dtype, or since there are
-    no pages. fused: linears
-    of few tokens have a kernel with LoRA in it; quantised ones end before A x would be there.
+    ranks of each part; sites whose activation no kernel computes; queries with gates; and sites of
+    branches that are summed with others. summed: LoRA is complete before devices sum. sums_first:
+    the rotation expands nothing, since norms of values, or of q and k over all heads, need the sum
+    before, since it would write to a cache of another dtype, or since there are no pages. fused:
+    linears of few tokens have a kernel with LoRA in it; quantised ones end before A x would be
+    there.
     """
 
     whole: frozenset[Role] = frozenset()
@@ -140,13 +140,13 @@ class Consumers:
     fused: bool = True
 
     @classmethod
-    def of(cls, model: ModelSpec, *, fp8_cache: bool, summed: SummedSites) -> "Consumers":
+    def of(cls, model: ModelSpec, *, rounded_cache: bool, summed: SummedSites) -> "Consumers":
         branches = {branch for layer in model.layers for branch in layer.branches}
         attentions = [branch for branch in branches if isinstance(branch, AttentionSpec)]
         feeds = [branch for branch in branches if isinstance(branch, FeedForwardSpec)]
         takes_parts = {of.qkv for of in attentions} | {of.gate_up for of in feeds}
         whole = {linear.role for linear in takes_parts if len(linear.parts) == 1}
-        whole |= {of.qkv.role for of in attentions if of.is_gated or of.v_epsilon is not None}
+        whole |= {of.qkv.role for of in attentions if of.is_gated}
         whole |= {
             branch.gate_up.role
             for branch in branches
@@ -156,11 +156,13 @@ class Consumers:
         for step in set(model.steps):
             if len(step.branches) > 1:
                 whole |= {branch.linears[-1].role for branch in step.branches}
-        if any(isinstance(branch, MlpSpec) and not branch.is_gated for branch in branches):
+        plain = (of for of in branches if isinstance(of, MlpSpec) and not of.is_gated)
+        if any(mlp.down.role == "down" for mlp in plain):
             whole.add("gate_up")  # no activation shrinks for down
-        sums_first = any(of.norms_all_heads for of in attentions) or not model.is_causal
+        sums_first = any(of.norms_all_heads or of.norms_values for of in attentions)
+        sums_first = sums_first or not model.is_causal or rounded_cache
         fused = model.quantisation is None
-        return cls(frozenset(whole), summed, sums_first or fp8_cache, fused=fused)
+        return cls(frozenset(whole), summed, sums_first, fused=fused)
 
     def strategies(self, regime: Regime, tokens: int) -> Strategies:
         """The row of STRATEGIES, with IN_PLACE for what a consumer cannot finish."""

@@ -14,12 +14,12 @@ from loraplex.server.model.quantisation.forms import multiplies_rounded, packed_
 from loraplex.server.model.spec.linear_spec import MXFP4_BLOCK, MXFP4_TENSORS, LinearSpec
 from loraplex.server.model.spec.model_spec import AttentionSpec, LayerSpec, ModelSpec, layer_path
 from loraplex.server.model.spec.moe_spec import MoeSpec
-from loraplex.server.model.spec.page_groups import page_groups
+from loraplex.server.model.spec.page_groups import page_groups, page_heads
 from loraplex.server.model.spec.state_spec import DeltaNetSpec, Mamba2Spec, ShortConvSpec
 
 # CUDA's context, modules and handles, captured graphs, attention workspaces.
 _FIXED_WORKSPACE = 2 << 30
-# Keys and values of a layer, widened from FP8 for a library's attention of prompts.
+# Keys and values of a layer, widened from eight bits for a library's attention of prompts.
 WIDENED_BYTES = 512 << 20
 # Rows whose logits are scored, penalised or drawn from in torch at once, and copies of them in
 # float32 that the costliest sampling holds: they bound the memory of logits, whatever rows want.
@@ -81,16 +81,23 @@ def page_bytes(model: ModelSpec, engine: EngineConfig) -> int:
 
 def page_token_bytes(model: ModelSpec, dtype: SlabDtype, kv_dtype: KvDtype) -> int:
     """Bytes of a page for each of its tokens."""
-    return 2 * page_groups(model).width * _kept_bytes(dtype, kv_dtype)
+    scales = page_heads(model) * _scale_bytes(kv_dtype)
+    return 2 * (page_groups(model).width * _kept_bytes(dtype, kv_dtype) + scales)
 
 
 def layer_token_bytes(attention: AttentionSpec, dtype: SlabDtype, kv_dtype: KvDtype) -> int:
     """Bytes of the keys and values of one token, in one layer."""
-    return 2 * attention.kv_size * _kept_bytes(dtype, kv_dtype)
+    scales = attention.num_kv_heads * _scale_bytes(kv_dtype)
+    return 2 * (attention.kv_size * _kept_bytes(dtype, kv_dtype) + scales)
 
 
 def _kept_bytes(dtype: SlabDtype, kv_dtype: KvDtype) -> int:
-    return 1 if kv_dtype == "fp8" else ITEM_BYTES[dtype]
+    return ITEM_BYTES[dtype] if kv_dtype == "auto" else 1
+
+
+def _scale_bytes(kv_dtype: KvDtype) -> int:
+    """Bytes of the scale that a head of one token has."""
+    return 4 if kv_dtype == "int8" else 0
 
 
 def workspace_bytes(model: ModelSpec, engine: EngineConfig) -> int:
@@ -99,6 +106,7 @@ def workspace_bytes(model: ModelSpec, engine: EngineConfig) -> int:
     inner = max(_inner_width(layer, model.hidden_size) for layer in model.layers)
     attentions = model.attentions.values()
     widths = 4 * model.hidden_size + max(map(_mixer_width, model.layers)) + inner
+    widths += _inputs_width(model)
     activations = engine.max_step_tokens * widths * item
     # Of every row in the model's dtype twice: those of the graphs, and those of a step outside.
     # What new ids add comes when the activations are gone.
@@ -118,7 +126,7 @@ def workspace_bytes(model: ModelSpec, engine: EngineConfig) -> int:
     tables = engine.max_running * row + LOGITS_ROWS * context * 4
     tables += _rotation_bytes(model, context) + records
     passing = 2 * activations + logits + masks + pieces + _written_out(model) * item
-    widened = WIDENED_BYTES if engine.kv_dtype == "fp8" else 0
+    widened = WIDENED_BYTES if engine.kv_dtype != "auto" else 0
     return _FIXED_WORKSPACE + widened + passing + tables
 
 
@@ -195,6 +203,13 @@ def _inner_width(layer: LayerSpec, hidden: int) -> int:
         width = 3 * branch.size
         found += branch.top_k * (width + 2 * hidden) if isinstance(branch, MoeSpec) else width
     return found
+
+
+def _inputs_width(model: ModelSpec) -> int:
+    """Numbers that a token needs for what layers read beside the stream: the product, its norm, the
+    table's rows and the sum."""
+    inputs = model.embedding.inputs
+    return 0 if inputs is None else 2 * inputs.layers * (inputs.size + inputs.own_size)
 
 
 def _rotation_bytes(model: ModelSpec, context: int) -> int:

@@ -25,8 +25,10 @@ class KVCache:
 
     pool: `[pages, 2 * page_size * groups.width]`. A page holds for each place of its group
     `page_size` keys `[kv_heads, head_dim]`, then as many values. groups: which layer has which
-    place of which pages. dtype: of what is computed; the pool is of that, or float8_e4m3fn.
-    scales: of each layer's keys and values in FP8.
+    place of which pages. dtype: of what is computed; the pool is of that, float8_e4m3fn or int8.
+    scales: of each layer's keys and values in FP8. token_scales: of int8, float32 `[pages, 2 *
+    page_size * page_heads(model)]`, for each place those of keys `[kv_heads, page_size]`, then
+    those of values.
     """
 
     def __init__(
@@ -37,13 +39,22 @@ class KVCache:
         page_size: int,
         dtype: torch.dtype,
         scales: tuple[KvScales, ...],
+        token_scales: torch.Tensor | None = None,
     ) -> None:
-        self.pool, self.groups, self.dtype, self.scales = pool, groups, dtype, scales
-        self.page_size = page_size
+        self.pool, self.groups, self.dtype = pool, groups, dtype
+        self.page_size, self._token_scales = page_size, token_scales
+        keys_of = {layer: of.keys_of for layer, of in model.attentions.items()}
+        readers = {layer: other for layer, other in keys_of.items() if other is not None}
+        self.scales = tuple(scales[readers.get(layer, layer)] for layer in range(len(scales)))
+        self._parts = {layer: of.parts for layer, of in model.attentions.items()}
         self._layers = {
             layer: self._views(model.layers[layer].attention, place)
             for layer, (group, place) in enumerate(groups.layers)
             if (group, place) != NO_PAGES
+        }
+        self._scales_of_layer = {
+            layer: self._scale_views(model.layers[layer].attention, groups.layers[layer][1])
+            for layer in (self._layers if token_scales is not None else ())
         }
 
     def _views(self, attention: AttentionSpec, place: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,8 +63,18 @@ class KVCache:
         k, v = self.pool[:, 2 * place * size :][:, : 2 * size].split(size, dim=1)
         return k.unflatten(1, shape), v.unflatten(1, shape)
 
+    def _scale_views(
+        self, attention: AttentionSpec, place: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self._token_scales is not None
+        shape = (attention.num_kv_heads, self.page_size)
+        size = prod(shape)
+        k, v = self._token_scales[:, 2 * place * size :][:, : 2 * size].split(size, dim=1)
+        return k.unflatten(1, shape), v.unflatten(1, shape)
+
     @property
-    def is_fp8(self) -> bool:
+    def is_rounded(self) -> bool:
+        """Whether keys and values are kept in eight bits."""
         return self.pool.dtype != self.dtype
 
     def of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,18 +82,63 @@ class KVCache:
         the next are all numbers of a page, and a page's own lie together."""
         return self._layers[layer]
 
+    def token_scales(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Scales of one layer's keys and of its values in int8, views float32 `[pages, kv_heads,
+        page_size]`; None where the layer's keys are not in int8."""
+        return self._scales_of_layer.get(layer)
+
+    def clear(self, layer: int, pages: torch.Tensor) -> None:
+        """Set the layer's part of these pages to 0. pages: int64 `[n]`."""
+        if pages.numel():
+            for each in (*self.of(layer), *(self.token_scales(layer) or ())):
+                _plain(each).index_fill_(0, pages, 0)
+
+    def write(
+        self,
+        layer: int,
+        pages: torch.Tensor,
+        offsets: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> None:
+        """Write keys and values of tokens, `[tokens, kv_heads, head_dim]`. pages, offsets: int64
+        `[tokens]`, the page of each and the place in it.
+        """
+        token_scales = self.token_scales(layer)
+        for i, (to, new) in enumerate(zip(self.of(layer), (k, v), strict=True)):
+            if token_scales is not None:
+                largest = new.float().abs().amax(-1, keepdim=True)
+                scales = torch.where(largest > 0, largest / 127, 1.0)
+                token_scales[i][pages, :, offsets] = scales[..., 0]
+                new = (new.float() / scales).round().to(to.dtype)
+            elif self.is_rounded:
+                most = torch.finfo(to.dtype).max
+                new = _plain((new / self.scales[layer][i]).clamp(-most, most).to(to.dtype))
+            _plain(to)[pages, offsets] = new
+
+    def parts(self, layer: int) -> int:
+        """Parts of the layer's product, as of `AttentionSpec.parts`."""
+        return self._parts[layer]
+
     def read(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Read keys and values of these pages, `[n, p]`: `[n, kv_heads, p * page_size, head_dim]`
         each, in the dtype of what is computed.
         """
-        k, v = self.of(layer)
-        if not self.is_fp8:
-            return _gather(k, pages), _gather(v, pages)
-        keys, values = (
-            _gather(each.view(torch.uint8), pages).view(each.dtype).to(self.dtype) * scale
-            for each, scale in zip((k, v), self.scales[layer], strict=True)
-        )
-        return keys, values
+        found, token_scales = [], self.token_scales(layer)
+        for i, kept in enumerate(self.of(layer)):
+            numbers = _gather(_plain(kept), pages)
+            if token_scales is not None:
+                scales = _gather(token_scales[i].transpose(1, 2)[..., None], pages)
+                numbers = (numbers * scales).to(self.dtype)
+            elif self.is_rounded:
+                numbers = numbers.view(kept.dtype).to(self.dtype) * self.scales[layer][i]
+            found.append(numbers)
+        return found[0], found[1]
+
+
+def _plain(pages: torch.Tensor) -> torch.Tensor:
+    """FP8 as bytes: few operations know the type."""
+    return pages.view(torch.uint8) if pages.dtype == torch.float8_e4m3fn else pages
 
 
 def _gather(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
@@ -220,9 +286,9 @@ class Ops(Protocol[P, L, Y]):
         """Attention as the layer's AttentionSpec says: norm and rotate q and k, write k and v into
         their pages, and attend over the pages, causally: -> `[tokens, heads * head_dim]`.
 
-        qkv `[tokens, (heads + 2 kv_heads) * head_dim]`, may be overwritten; with gates it has twice
-        the heads of q. qk_norm `[heads + kv_heads, head_dim]`, sinks float32 `[heads]`; None =
-        without.
+        qkv `[tokens, (heads + 2 kv_heads) * head_dim]`, or of fewer parts (`AttentionSpec.parts`),
+        may be overwritten; with gates it has twice the heads of q. qk_norm `[heads + kv_heads,
+        head_dim]`, or of q alone, sinks float32 `[heads]`; None = without.
         """
         ...
 

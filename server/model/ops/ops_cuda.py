@@ -50,7 +50,7 @@ from loraplex.server.model.ops.lora_linear import (
 )
 from loraplex.server.model.ops.lora_strategy import NONE_SUMMED, Consumers, SummedSites
 from loraplex.server.model.ops.ops import KVCache, StepLayout
-from loraplex.server.model.ops.pointwise import layer_norm, with_values, without_gate
+from loraplex.server.model.ops.pointwise import layer_norm, without_gate
 from loraplex.server.model.ops.products import Products
 from loraplex.server.model.ops.rope import cos_sin, inverse_frequencies
 from loraplex.server.model.ops.row_states import RowStates
@@ -183,7 +183,7 @@ class CudaOps:
         self.rotations = Rotations(model, max_context, self.device)
         context = (self._configs, table, cache.dtype, self.device, max_tokens)
         self._batches = LoraBatches(
-            *context, Consumers.of(model, fp8_cache=cache.is_fp8, summed=summed)
+            *context, Consumers.of(model, rounded_cache=cache.is_rounded, summed=summed)
         )
         self._lora_linear = LoraLinear(
             self._configs, table.device_table, self.products, self.device
@@ -387,8 +387,6 @@ class CudaOps:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         spec = self.model.layers[layer].attention
-        if spec.v_epsilon is not None:
-            qkv = Ready(with_values(self.complete(qkv), spec))
         if not spec.is_gated:
             return self._attend(plan, layer, qkv, qk_norm, sinks)
         ungated, gate = without_gate(self.complete(qkv), spec)
@@ -476,7 +474,7 @@ class CudaOps:
         if weights is None:
             return None
         spec = self.model.layers[layer].attention
-        return QkNorm(weights, spec.qk_epsilon, spec.norms_all_heads)
+        return QkNorm(weights, spec.qk_epsilon, spec.norms_all_heads, spec.norms_values)
 
     def _expand_and_rotate(
         self, plan: CudaPlan, layer: int, qkv: Deferred, qk_norm: torch.Tensor | None

@@ -297,7 +297,7 @@ class TorchOps:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         spec = self.model.layers[layer].attention
-        if spec.v_epsilon is not None:
+        if spec.norms_values:
             qkv = with_values(qkv, spec)
         if spec.is_gated:
             qkv, gate = without_gate(qkv, spec)
@@ -319,10 +319,11 @@ class TorchOps:
         if sinks is not None:
             sinks = sinks.view(*grouped.shape[1:3], 1)
         if self.model.is_causal:
-            k_pages, v_pages = self.cache.of(layer)
-            scales = self.cache.scales[layer]
-            self._store(plan, layer, k_pages, k, scales.k)
-            self._store(plan, layer, v_pages, v, scales.v)
+            if spec.keys_of is None:
+                group = self.cache.groups.group(layer)
+                # A reused page may hold another sequence's NaN behind the last token written.
+                self.cache.clear(layer, plan.fresh_pages[group])
+                self.cache.write(layer, plan.pages[group], plan.offsets, k, v)
             return self._attend_pages(plan, layer, grouped, sinks).flatten(1)
         out = torch.empty_like(grouped)
         for chunk in plan.chunks:
@@ -331,20 +332,6 @@ class TorchOps:
             mask = chunk.masks[spec.window]
             out[tokens] = _attend_chunk(spec, grouped[tokens], keys, values, mask, sinks)
         return out.flatten(1)
-
-    def _store(
-        self, plan: TorchPlan, layer: int, cache: torch.Tensor, new: torch.Tensor, scale: float
-    ) -> None:
-        """Write new keys or values to the cache. scale: of FP8."""
-        if self.cache.is_fp8:  # bytes: few operations know the type
-            most = torch.finfo(cache.dtype).max
-            new = (new / scale).clamp(-most, most).to(cache.dtype).view(torch.uint8)
-            cache = cache.view(torch.uint8)
-        group = self.cache.groups.group(layer)
-        # A reused page may hold another sequence's NaN behind the last token written.
-        if plan.fresh_pages.numel():
-            cache.index_fill_(0, plan.fresh_pages[group], 0)
-        cache[plan.pages[group], plan.offsets] = new
 
     def _attend_pages(
         self, plan: TorchPlan, layer: int, grouped: torch.Tensor, sinks: torch.Tensor | None

@@ -62,7 +62,7 @@ def with_values(qkv: torch.Tensor, attention: AttentionSpec) -> torch.Tensor:
     others = attention.q_size + attention.kv_size
     first = attention.q_size if attention.keys_are_values else others
     values = qkv[:, first : first + attention.kv_size].unflatten(1, (-1, attention.head_dim))
-    normed = functional.rms_norm(values, (attention.head_dim,), eps=attention.v_epsilon)
+    normed = functional.rms_norm(values, (attention.head_dim,), eps=attention.qk_epsilon)
     return torch.cat((qkv[:, :others], normed.flatten(1)), dim=1)
 
 

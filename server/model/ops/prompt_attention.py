@@ -3,7 +3,8 @@
 FlashInfer has one compiled module for each combination of windows and soft caps, of which some take
 minutes to compile where the user starts the server, and none for sinks and most head sizes. So one
 of its modules is used, for layers that see their whole context, and the project's own kernel for
-all others. The module reads FP8 from a copy. `docs/internals/prompt-attention.md` says more.
+all others. The module reads keys of eight bits from a copy. `docs/internals/prompt-attention.md`
+says more.
 """
 
 from collections import defaultdict
@@ -30,7 +31,7 @@ from loraplex.server.model.ops.sizes import MAX_PROMPTS, PromptRoom
 from loraplex.server.model.ops.transfers import to_device
 from loraplex.server.model.spec.model_spec import AttentionSpec, ModelSpec
 
-PromptKernel = Literal["FlashInfer", "FlashInfer, FP8 widened", "Triton"]
+PromptKernel = Literal["FlashInfer", "FlashInfer, widened", "Triton"]
 _FLASHINFER_HEADS = (64, 128, 256)
 
 
@@ -88,8 +89,8 @@ class TiledPrompts:
 
 
 class WidenedPages:
-    """Keys and values of prompts, widened from FP8 to the queries' dtype. A layer's take the place
-    of the layer's before.
+    """Keys and values of prompts, widened from eight bits to the queries' dtype. Those of a layer
+    take the place of the last layer's.
     """
 
     def __init__(self, cache: KVCache, layer: int) -> None:
@@ -130,8 +131,8 @@ class FlashInferPrompts:
         widened: WidenedPages | None = None,
     ) -> None:
         """Allocate what FlashInfer needs. layers: by number, of one page group. captured: a graph
-        launches it, and its first plan is of the most tokens. widened: read in place of pages in
-        FP8.
+        launches it, and its first plan is of the most tokens. widened: read in place of pages of
+        eight bits.
         """
         self._widened = widened
         self._scales = {number: attention.scale for number, attention in layers.items()}
@@ -223,7 +224,7 @@ def _pinned_indptr(counts: np.ndarray) -> torch.Tensor:
 
 
 class WidenedPrompts:
-    """Attention of prompts over keys and values in FP8, in layers of one form that share pages.
+    """Attention of prompts over keys and values of eight bits, in layers that share form and pages.
     FlashInfer computes steps whose pages have room when widened, the project's kernel all others.
     """
 
@@ -250,32 +251,34 @@ class WidenedPrompts:
 
 
 def prompt_kernel(
-    attention: AttentionSpec, *, fp8_cache: bool = False, captured: bool = False
+    attention: AttentionSpec, *, rounded_cache: bool = False, captured: bool = False
 ) -> PromptKernel:
     """Name the kernel that computes a layer's attention of prompts. FlashInfer's module reads no
-    FP8, and a graph's contexts may be too long to widen.
+    keys of eight bits, and a graph's contexts may be too long to widen.
     """
     is_plain = attention.window is None and attention.softcap is None and not attention.sinks
     if not is_plain or attention.head_dim not in _FLASHINFER_HEADS:
         return "Triton"
-    if not fp8_cache:
+    if not rounded_cache:
         return "FlashInfer"
-    return "Triton" if captured else "FlashInfer, FP8 widened"
+    return "Triton" if captured else "FlashInfer, widened"
 
 
 def prompt_kernels(
-    model: ModelSpec, *, fp8_cache: bool = False, captured: bool = False
+    model: ModelSpec, *, rounded_cache: bool = False, captured: bool = False
 ) -> tuple[PromptKernel, ...]:
     """The kernel of each layer that attends."""
     of_each = model.attentions.values()
-    return tuple(prompt_kernel(of, fp8_cache=fp8_cache, captured=captured) for of in of_each)
+    return tuple(
+        prompt_kernel(of, rounded_cache=rounded_cache, captured=captured) for of in of_each
+    )
 
 
-def prompts_in_graphs(model: ModelSpec, backend: str, *, fp8_cache: bool = False) -> bool:
+def prompts_in_graphs(model: ModelSpec, backend: str, *, rounded_cache: bool = False) -> bool:
     """Say whether graphs can launch the attention of prompts. backend: FlashInfer's, of which
     graphs can launch "fa3" alone: for what the other launches depends on the plan.
     """
-    kernels = prompt_kernels(model, fp8_cache=fp8_cache, captured=True)
+    kernels = prompt_kernels(model, rounded_cache=rounded_cache, captured=True)
     return backend == "fa3" or "FlashInfer" not in kernels
 
 
@@ -285,7 +288,7 @@ def _planned_together(
     """Layers by number that one plan serves, and their kernel: for FlashInfer layers that have the
     same pages, too."""
     found = defaultdict[tuple[PromptKernel, int, int], dict[int, AttentionSpec]](dict)
-    kernels = prompt_kernels(model, fp8_cache=cache.is_fp8, captured=captured)
+    kernels = prompt_kernels(model, rounded_cache=cache.is_rounded, captured=captured)
     for (number, of), kernel in zip(model.attentions.items(), kernels, strict=True):
         if kernel == "Triton":
             found[kernel, of.num_heads // of.num_kv_heads, of.head_dim][number] = of

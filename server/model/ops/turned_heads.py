@@ -69,13 +69,14 @@ class HeadTurns:
 def turned_heads(
     spec: AttentionSpec, qkv: torch.Tensor, qk_norm: torch.Tensor | None, turns: StepTurns
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute q, k and v, `[tokens, heads, head_dim]` each; q and k normed and rotated. qkv,
-    qk_norm: as of `Ops.attend`.
+    """Compute q, k and v, `[tokens, heads, head_dim]` each; q and k normed and rotated. Of q alone
+    k and v have no heads. qkv, qk_norm: as of `Ops.attend`.
     """
     num_heads = spec.num_heads
     heads = qkv.view(len(qkv), -1, spec.head_dim)
+    kv_heads = 0 if spec.parts == 1 else spec.num_kv_heads
     qk: torch.Tensor
-    qk, v = heads.split((num_heads + spec.num_kv_heads, spec.num_kv_heads), dim=1)
+    qk, v = heads.split((num_heads + kv_heads, kv_heads), dim=1)
     if qk_norm is not None and not spec.norms_rotated:
         qk = _qk_normed(spec, qk, qk_norm)
     if spec.rope is not None:

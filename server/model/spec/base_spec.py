@@ -44,6 +44,7 @@ def base_spec(
             "embed_tokens": ModuleShape(
                 embedding.path, embedding.vocab_size, embedding.size, sharding="row"
             ),
+            **({} if embedding.inputs is None else embedding.inputs.linear.modules()),
             "lm_head": next(iter(model.head.linear.modules().values())),
         },
         embedding_digests=dict(embedding_digests or {}),
@@ -77,6 +78,8 @@ def _norms(model: ModelSpec) -> Iterator[BaseNorm]:
                     yield _norm(norm, layer_path(index, norm.path), at)
             place += 1
     yield _norm(model.norm, model.norm.path, place)
+    if model.embedding.inputs is not None:
+        yield _norm(model.embedding.inputs.norm, model.embedding.inputs.norm.path, -1)
 
 
 def _norm(norm: NormSpec, path: str, place: int) -> BaseNorm:

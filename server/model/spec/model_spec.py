@@ -74,9 +74,10 @@ class AttentionSpec(msgspec.Struct, frozen=True):
     rotated q. norms_rotated: these norms come behind the rotation. sinks: each head has a further
     score beside those of the tokens, which gives no value. is_gated: q's module has for each head
     the query, then a gate, whose sigmoid the head's result is multiplied with. gate: a module of
-    such gates, for each feature of the heads; None = none. v_epsilon: of a norm of each value,
-    which has no weight; None = values have none. keys_are_values: `qkv` has no v; values are keys
-    before their norm."""
+    such gates, for each feature of the heads; None = none. norms_values: each value has a norm
+    as each key, without a weight. keys_are_values: `qkv` has no v; values are keys before their
+    norm. keys_of: the number of an earlier layer, whose keys and values this one reads: `qkv` is q
+    alone, and `k_norm` None; None = its own."""
 
     qkv: LinearSpec
     o: LinearSpec
@@ -94,8 +95,14 @@ class AttentionSpec(msgspec.Struct, frozen=True):
     norms_rotated: bool = False
     is_gated: bool = False
     gate: LinearSpec | None = None
-    v_epsilon: float | None = None
+    norms_values: bool = False
     keys_are_values: bool = False
+    keys_of: int | None = None
+
+    @property
+    def parts(self) -> int:
+        """Parts of `qkv`: 3 = q, k and v; 2 = q and k; 1 = q."""
+        return 1 if self.keys_of is not None else 3 - self.keys_are_values
 
     @property
     def q_size(self) -> int:
@@ -144,12 +151,14 @@ class MlpSpec(FeedForwardSpec, frozen=True):
     """`down(activation(gate) * up)`. is_gated: False = `down(activation(up))`, where `gate_up` has
     no gate. Only then the activation may be `xielu`, which has tensors of its own. out_gate: a
     product with one output, whose sigmoid the result is multiplied with; None = none. gate_factor:
-    of the gate, before the activation."""
+    of the gate, before the activation. takes_inputs: without gate, the activation is multiplied
+    with what `LayerInputs` gives the layer."""
 
     activation: Activation = "silu"
     is_gated: bool = True
     out_gate: LinearSpec | None = None
     gate_factor: float = 1.0
+    takes_inputs: bool = False
 
     @property
     def chooser(self) -> LinearSpec | None:
@@ -267,11 +276,44 @@ class PositionTable(msgspec.Struct, frozen=True):
         return f"{self.path}.weight"
 
 
+class LayerInputs(msgspec.Struct, frozen=True):
+    """Inputs of each layer beside the stream: `norm(x W^T) + scale * row`, where x is a token's
+    embedding and the row that of a table; W and the row are of all layers. path: of the table,
+    `[rows, layers * size]`. size: features for one layer, which the norm is over. linear: W.
+    devices: among so many a layer's features of table and sum are shared out; W is whole on each.
+    """
+
+    path: str
+    rows: int
+    layers: int
+    size: int
+    linear: LinearSpec
+    norm: NormSpec
+    scale: float
+    devices: int = 1
+
+    @property
+    def own_size(self) -> int:
+        """Features for one layer that this device has."""
+        return self.size // self.devices
+
+    @property
+    def tensor(self) -> str:
+        return f"{self.path}.weight"
+
+    def tensors(self) -> Tensors:
+        """Names and shapes of what the checkpoint holds."""
+        yield self.tensor, (self.rows, self.layers * self.own_size)
+        yield from self.linear.tensors()
+        yield from self.norm.tensors()
+
+
 class EmbeddingSpec(msgspec.Struct, frozen=True):
     """A table `[vocab_size, size]`, whose rows are multiplied by `scale`, rounded to the dtype.
     rows: those that this device has; None = all. positions: None = positions add nothing. types:
     what the first text of a pair adds, and the second; None = nothing. norm: of the sum.
-    projection: from rows of the table to the residual stream; None = they are as wide."""
+    projection: from rows of the table to the residual stream; None = they are as wide. inputs: None
+    = layers read the stream alone."""
 
     path: str
     vocab_size: int
@@ -282,6 +324,7 @@ class EmbeddingSpec(msgspec.Struct, frozen=True):
     types: PositionTable | None = None
     norm: NormSpec | None = None
     projection: LinearSpec | None = None
+    inputs: LayerInputs | None = None
 
     @property
     def num_types(self) -> int:
@@ -301,7 +344,7 @@ class EmbeddingSpec(msgspec.Struct, frozen=True):
         for table in (self.positions, self.types):
             if table is not None:
                 yield table.tensor, (table.rows, self.size)
-        for part in (self.norm, self.projection):
+        for part in (self.norm, self.projection, self.inputs):
             if part is not None:
                 yield from part.tensors()
 
@@ -378,9 +421,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
     is_causal: whether tokens see none behind them. Else a window is the least distance of a token
     that is not seen, and nothing keeps keys and values.
     scores: score heads that the model or an adapter may have, the usual one first. unread: pattern
-    of names of tensors that an encoder's checkpoint may hold for tasks that nobody asks for.
-    unread_modules: such modules that transformers makes for vectors, too. biases: None = scores
-    have none.
+    of names of tensors that a checkpoint may hold, whose result nobody asks for. unread_modules:
+    such modules that some version of transformers makes, too. biases: None = scores have none.
     Raises ValueError where layers differ in what all must share: the modules of each role.
     """
 
@@ -439,8 +481,10 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
     @property
     def num_sites(self) -> int:
-        """Products that adapters may change: those of layers, the embedding and the head."""
-        return sum(len(layer.linears) for layer in self.layers) + 2
+        """Products that adapters may change: those of layers, of their inputs, the embedding and
+        the head."""
+        beside = 2 if self.embedding.inputs is None else 3
+        return sum(len(layer.linears) for layer in self.layers) + beside
 
     @property
     def steps(self) -> tuple[StepSpec, ...]:
@@ -503,11 +547,14 @@ class ModelSpec(msgspec.Struct, frozen=True):
         return {rope.original_context for rope in ropes if rope is not None and rope.long_factors}
 
     def matrices(self) -> Iterator[Matrix]:
-        """Matrices of layers, and of the head where it is no table of the embedding's."""
+        """Matrices of layers, of their inputs, and of the head where it is no table of the
+        embedding's."""
         for index, layer in enumerate(self.layers):
             for linear in layer.linears:
                 for matrix in linear.matrices():
                     yield matrix._replace(path=layer_path(index, matrix.path))
+        if self.embedding.inputs is not None:
+            yield from self.embedding.inputs.linear.matrices()
         if not self.head.tied:
             yield from self.head.linear.matrices()
 

@@ -34,7 +34,8 @@ class PageGroups:
 
     windows: of each group, the tokens that its layers see at most; None = all. Groups of layers
     that see all come first. layers: of each layer, its group and its place in the group's pages;
-    NO_PAGES of a layer that keeps no keys and values.
+    NO_PAGES of a layer that has no keys and values; of one that reads another layer's, that layer's
+    place.
     width: features of one token's keys that a page has room for, and of as many of its values.
     """
 
@@ -52,10 +53,20 @@ def page_groups(model: ModelSpec) -> PageGroups:
     if not model.is_causal:
         return PageGroups((), (), 0)
     attentions = model.attentions
-    found = group_layers([_pages(each, model.max_context) for each in attentions.values()])
-    places = dict(zip(attentions, found.layers, strict=True))
+    own = {layer: each for layer, each in attentions.items() if each.keys_of is None}
+    found = group_layers([_pages(each, model.max_context) for each in own.values()])
+    places = dict(zip(own, found.layers, strict=True))
+    for layer, each in attentions.items():
+        if each.keys_of is not None:
+            places[layer] = places[each.keys_of]
     of_each = (places.get(layer, NO_PAGES) for layer in range(model.num_layers))
     return replace(found, layers=tuple(of_each))
+
+
+def page_heads(model: ModelSpec) -> int:
+    """Most heads of keys, in all layers of a group together, that a page has room for."""
+    width, attentions = page_groups(model).width, model.attentions.values()
+    return width // min((of.head_dim for of in attentions), default=1)
 
 
 def _pages(attention: AttentionSpec, max_context: int) -> LayerPages:

@@ -43,7 +43,7 @@ class DeltaNetSpec(msgspec.Struct, frozen=True):
     epsilon: float
     by_key_head: bool = False
     gates_z: bool = False
-    beta: float = 1.0
+    beta: int = 1
     norm: str = "norm"
     convs: tuple[tuple[str, int], ...] = ()
 

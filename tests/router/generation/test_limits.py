@@ -126,17 +126,6 @@ async def test_no_worker(tmp_path: Path) -> None:
         assert (await router.client.get("/metrics")).status_code == 200
 
 
-async def test_a_saved_card_serves_what_needs_no_worker(tmp_path: Path) -> None:
-    card = tmp_path / "card.json"
-    card.write_bytes(FakeWorker().card_bytes)
-    async with running_router(tmp_path, model_card=card) as router:
-        tokens = await router.client.post("/tokenize", json={"inputs": "ab"})
-        assert [token["id"] for token in tokens.json()] == [97, 98]
-        assert (await router.client.get("/v1/models")).status_code == 200
-        assert (await complete(router)).status_code == 503
-        assert (await complete(router, temperature=-1)).status_code == 400
-
-
 async def test_a_worker_that_is_not_ready(router: Running, worker: FakeWorker) -> None:
     await worker.announce(ready=False)
 
@@ -165,18 +154,17 @@ async def waiting_room(router: Running, count: int) -> None:
 
 @pytest.mark.parametrize("known", [True, False])
 async def test_requests_wait_for_the_first_worker(tmp_path: Path, known: bool) -> None:
-    """Scale from zero: with a saved card or without one, as many as the queue may hold."""
+    """Scale from zero: of a known base or not, as many as the queue may hold."""
     worker = FakeWorker()
-    card = tmp_path / "card.json"
-    card.write_bytes(worker.card_bytes)
     async with running_router(
         tmp_path,
         worker,
         wait=False,
         worker_wait_s=30.0,
         max_queue=2,
-        model_card=card if known else None,
     ) as router:
+        if known:
+            assert await router.service.base.adopt(worker.card) is None
         asking = [await complete_later(router, stream=stream) for stream in (False, True)]
         await waiting_room(router, 2)
         refused = await complete(router)

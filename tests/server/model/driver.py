@@ -85,7 +85,11 @@ class Driver:
             ops: Any = device._decoder.ops
             cache = getattr(ops, "_ops", ops).cache
             with torch.inference_mode():
-                cache.pool[pages] = float("nan")
+                if cache.pool.is_floating_point():
+                    cache.pool[pages] = float("nan")
+                else:
+                    cache.pool[pages] = 127
+                    cache._token_scales[pages] = float("nan")
         self.free_pages += pages
 
     def load(self, slot: int, layout: SlabLayout, slab: bytes, first: int) -> CopyOver:

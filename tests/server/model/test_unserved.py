@@ -74,7 +74,7 @@ PARTS: list[tuple[dict[str, Any], str]] = [
     ({"hybrid_override_pattern": "M-M*"}, "state-space layers"),
     ({"kv_lora_rank": 512}, "multi-head latent attention"),
     ({"text_config": {"kv_lora_rank": 512}, "vision_config": {"depth": 2}}, "multi-head latent"),
-    ({"hidden_size_per_layer_input": 256}, "embeddings of each layer, and layers that share"),
+    ({"laurel_rank": 64, "altup_num_inputs": 4}, "several streams of a token (AltUp)"),
     ({"attention_chunk_size": 8192}, "attention in chunks"),
     ({"layer_types": ["conv", "full_attention"]}, "layers of convolutions"),
     ({"block_types": ["recurrent", "attention"]}, "recurrent layers"),

@@ -1,10 +1,12 @@
-"""Gemma 4: windowed layers, wide ones whose keys may be values, experts beside MLPs. Pure."""
+"""Gemma 4: windowed layers, wide ones whose keys may be values, experts beside MLPs, embeddings of
+each layer, and last layers that read the keys and values of earlier ones. Pure."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from msgspec.structs import replace
 
+from loraplex.adapters.base import Role
 from loraplex.server.model.families import experts, family
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.families.readers import gemma
@@ -14,15 +16,18 @@ from loraplex.server.model.families.rope import (
     read_table,
     read_tables,
 )
-from loraplex.server.model.spec.linear_spec import LinearSpec
+from loraplex.server.model.spec.linear_spec import LinearSpec, Part
 from loraplex.server.model.spec.model_spec import (
     AttentionSpec,
     BranchNorms,
+    LayerInputs,
     LayerSpec,
     MlpSpec,
     ModelSpec,
     NormSpec,
     RopeSpec,
+    StepSpec,
+    layer_path,
 )
 from loraplex.server.model.spec.moe_spec import MoeSpec
 
@@ -41,11 +46,7 @@ _EXPERTS = experts.ExpertNames(
     down="down_proj",
     stacked="experts",
 )
-# Parts that are not served, and what `config.json` has where a model has none of them.
-_OTHER_PARTS = {
-    "num_kv_shared_layers": (0, "keys and values of another layer"),
-    "hidden_size_per_layer_input": (0, "embeddings of each layer"),
-}
+_VOCABULARY = 262144
 
 
 def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
@@ -62,9 +63,6 @@ def read_unified(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
 def _read(fields: Fields, generation: Mapping[str, Any], window: int) -> ModelSpec:
     """window: where `config.json` says nothing."""
     config = fields.config
-    for key, (none, what) in _OTHER_PARTS.items():
-        if config.get(key) not in (None, none):
-            fields.refuse(f"{key} must be {none!r}, got {config[key]!r}: no model has {what} here")
     if config.get("use_bidirectional_attention") == "vision":  # only pictures see both ways
         fields = fields.changed(use_bidirectional_attention=None)
     family.refuse_other_attention(fields)
@@ -80,12 +78,32 @@ def _read(fields: Fields, generation: Mapping[str, Any], window: int) -> ModelSp
     narrow = [_attention(fields, sizes, narrow_rope, each) for each in windows]
     wide = _wide(_attention(fields, full, wide_rope, None), fields, full != sizes)
     attentions = [of if has else wide for of, has in zip(narrow, windowed, strict=True)]
+    sources = _read_sources(fields, windowed)
+    attentions = [
+        of if source is None else _reading(of, source)
+        for of, source in zip(attentions, sources, strict=True)
+    ]
     layers = gemma.layers_of(fields, sizes, attentions, offset=0.0)
+    if config.get("use_double_wide_mlp", False):
+        layers = [
+            layer if source is None else _widened(layer, sizes)
+            for layer, source in zip(layers, sources, strict=True)
+        ]
     if config.get("enable_moe_block", False):
         layers = _with_experts(fields, sizes, layers)
-    layers = [_scaled(layer) for layer in layers]
+    inputs = _read_inputs(fields, sizes)
+    layers = [_scaled(_with_inputs(layer, sizes, inputs)) for layer in layers]
     cap = gemma.read_softcap(fields, "final_logit_softcapping", None)
-    return gemma.model_of(fields, generation, sizes, layers, sizes.positions, cap, offset=0.0)
+    model = gemma.model_of(fields, generation, sizes, layers, sizes.positions, cap, offset=0.0)
+    unread = [str(number) for number, source in enumerate(sources) if source is not None]
+    return replace(
+        model,
+        embedding=replace(model.embedding, inputs=inputs),
+        unread=rf"model\.layers\.({'|'.join(unread)})\.self_attn\.[kv]_(proj|norm)\..+",
+        unread_modules=tuple(
+            layer_path(int(number), f"self_attn.{name}_proj") for number in unread for name in "kv"
+        ),
+    )
 
 
 def _wide_sizes(
@@ -131,7 +149,7 @@ def _attention(
 ) -> AttentionSpec:
     biases = gemma.read_biases(fields)
     of = family.attention(sizes, rope, window, biases, scale=1.0, qk_norm=True)
-    return replace(of, v_epsilon=sizes.epsilon)
+    return replace(of, norms_values=True)
 
 
 def _wide(of: AttentionSpec, fields: Fields, is_other: bool) -> AttentionSpec:
@@ -144,6 +162,79 @@ def _wide(of: AttentionSpec, fields: Fields, is_other: bool) -> AttentionSpec:
 
 def _as_wide(linear: LinearSpec) -> LinearSpec:
     return replace(linear, role="wide_qkv" if linear.role == "qkv" else "wide_o")
+
+
+def _read_sources(fields: Fields, windowed: list[bool]) -> list[int | None]:
+    """For each layer that of its kind whose keys and values it reads; None = its own."""
+    shared = fields.config.get("num_kv_shared_layers") or 0
+    first = len(windowed) - shared if type(shared) is int else -1
+    if not 0 <= first <= len(windowed) or {*windowed[:first]} != {*windowed}:
+        fields.refuse(
+            "num_kv_shared_layers must leave a layer of each kind with keys and values of its own,"
+            f" got {shared!r}"
+        )
+        first = len(windowed)
+    if first < len(windowed) and not family.is_causal(fields):
+        fields.refuse("num_kv_shared_layers must be 0 where tokens see later ones")
+    last = {has: number for number, has in enumerate(windowed[:first])}
+    return [None if number < first else last[has] for number, has in enumerate(windowed)]
+
+
+def _reading(of: AttentionSpec, source: int) -> AttentionSpec:
+    """The attention of a layer that reads another layer's keys and values."""
+    role: Role = "q" if of.qkv.role == "qkv" else "wide_q"
+    q = replace(of.qkv, role=role, parts=of.qkv.parts[:1])
+    return replace(of, qkv=q, k_norm=None, norms_values=False, keys_of=source)
+
+
+def _widened(layer: LayerSpec, sizes: family.ModelSizes) -> LayerSpec:
+    """The layer, whose MLP is twice as wide."""
+    *others, feed = layer.steps
+    (mlp,) = feed.branches
+    assert isinstance(mlp, MlpSpec)
+    wide = family.mlp(sizes._replace(inner=2 * sizes.inner), activation=mlp.activation)
+    gate_up, down = replace(wide.gate_up, role="wide_gate_up"), replace(wide.down, role="wide_down")
+    wide = replace(wide, gate_up=gate_up, down=down)
+    return LayerSpec((*others, replace(feed, branches=(wide,))))
+
+
+def _read_inputs(fields: Fields, sizes: family.ModelSizes) -> LayerInputs | None:
+    """Read what layers read of the embedding."""
+    config = fields.config
+    if config.get("hidden_size_per_layer_input") in (None, 0):
+        return None
+    size = fields.positive("hidden_size_per_layer_input")
+    rows = fields.positive("vocab_size_per_layer_input", _VOCABULARY)
+    if rows < sizes.vocab:
+        fields.refuse(f"vocab_size_per_layer_input must be at least {sizes.vocab}, got {rows}")
+    part = Part("model.per_layer_model_projection", sizes.layers * size)
+    linear = LinearSpec("per_layer_model_projection", sizes.hidden, (part,), "none")
+    # Of the product, which is divided by a root first; half of the sum's square is the table's.
+    epsilon, half = sizes.epsilon * sizes.hidden, 0.5**0.5
+    norm = NormSpec("model.per_layer_projection_norm", size, epsilon, factor=half)
+    table = "model.embed_tokens_per_layer"
+    return LayerInputs(table, rows, sizes.layers, size, linear, norm, half * size**0.5)
+
+
+def _with_inputs(
+    layer: LayerSpec, sizes: family.ModelSizes, inputs: LayerInputs | None
+) -> LayerSpec:
+    """The layer, with a step that takes its inputs behind the MLP."""
+    if inputs is None:
+        return layer
+    (mlp, *_) = layer.feed_forwards
+    assert isinstance(mlp, MlpSpec)
+    gate = Part("per_layer_input_gate", inputs.size)
+    out = Part("per_layer_projection", sizes.hidden)
+    gated = MlpSpec(
+        LinearSpec("layer_gate", sizes.hidden, (gate,), "column"),
+        LinearSpec("layer_out", inputs.size, (out,), "row"),
+        mlp.activation,
+        is_gated=False,
+        takes_inputs=True,
+    )
+    norm = NormSpec("post_per_layer_input_norm", sizes.hidden, sizes.epsilon)
+    return LayerSpec((*layer.steps, StepSpec((gated,), None, norm)))
 
 
 def _with_experts(

@@ -84,7 +84,7 @@ def _read_delta(fields: Fields, sizes: ModelSizes) -> DeltaNetSpec:
         *heads,
         _NORM_EPSILON,
         gates_z=True,
-        beta=2.0 if allows else 1.0,
+        beta=2 if allows else 1,
         norm="o_norm",
         convs=tuple(
             (f"{name}_conv1d", span.features)

@@ -1,8 +1,10 @@
 """Rows of parity's table for Gemma 4."""
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from peft import LoraConfig
 from transformers import (
     Gemma4ForCausalLM,
     Gemma4ForConditionalGeneration,
@@ -13,7 +15,7 @@ from transformers import (
 
 from tests.server.model.families import text_parts
 from tests.server.model.families.text_parts import OF_IMAGES
-from tests.server.model.families.variant import Variant, of, on_experts
+from tests.server.model.families.variant import SEVEN, Variant, of, on_experts
 
 WINDOWED, FULL = "sliding_attention", "full_attention"
 # No size is another one's.
@@ -27,6 +29,30 @@ _SIZES: dict[str, Any] = {
     "sliding_window": 7,
     "final_logit_softcapping": 5.0,
 }
+_SHARED: dict[str, Any] = {
+    **_SIZES,
+    "layer_types": [WINDOWED, FULL, FULL],
+    "attention_k_eq_v": False,
+    "num_kv_shared_layers": 1,
+    "hidden_size_per_layer_input": 10,
+    "vocab_size_per_layer_input": 131,
+}
+_OF_INPUTS = ("per_layer_input_gate", "per_layer_projection")
+_TARGETS = (*SEVEN[:4], *_OF_INPUTS, *SEVEN[4:])
+
+
+def on_inputs() -> Mapping[str, LoraConfig]:
+    """The product that all layers share, alone and beside modules of layers."""
+    shared = "per_layer_model_projection"
+    return {
+        "inputs": LoraConfig(r=5, lora_alpha=7, target_modules=[shared]),
+        "inputs_and_layers": LoraConfig(
+            r=2, lora_alpha=3, target_modules=[shared, *_OF_INPUTS, "q_proj", "embed_tokens"]
+        ),
+        "all_linear": LoraConfig(r=3, lora_alpha=2, target_modules="all-linear"),
+    }
+
+
 _DENSE = Variant(Gemma4TextConfig, Gemma4ForCausalLM, _SIZES)
 GEMMA4: dict[str, Variant] = {
     "gemma4": _DENSE,
@@ -69,7 +95,26 @@ GEMMA4: dict[str, Variant] = {
         },
         others=partial(on_experts, "", "router.proj"),
     ),
+    "gemma4-inputs": Variant(
+        Gemma4TextConfig,
+        Gemma4ForCausalLM,
+        _SHARED,
+        _TARGETS,
+        others=on_inputs,
+    ),
+    "gemma4-wide-mlp": Variant(
+        Gemma4TextConfig,
+        Gemma4ForCausalLM,
+        {**_SHARED, "use_double_wide_mlp": True, "attention_k_eq_v": True},
+        _TARGETS,
+        is_adapted=False,
+    ),
     "gemma4-images": Variant(
-        text_parts.gemma4, Gemma4ForConditionalGeneration, _SIZES, excluded=OF_IMAGES
+        text_parts.gemma4,
+        Gemma4ForConditionalGeneration,
+        _SHARED,
+        _TARGETS,
+        OF_IMAGES,
+        others=lambda: {"inputs": on_inputs()["inputs"]},
     ),
 }

@@ -30,6 +30,8 @@ SMALL: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 32, "intermediat
 EVEN: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 DELTA = ["linear_attention", "full_attention"]
 BOTH = ["sliding_attention", "full_attention"]
+# Two layers that read the keys and values of two others.
+FOUR = {"num_hidden_layers": 4, "layer_types": BOTH * 2, "num_kv_shared_layers": 2, "head_dim": 16}
 # A row of parity's table and the backend of FlashInfer -> what differs from the row and from SMALL.
 SERVED: dict[tuple[str, str], dict[str, Any]] = {
     ("apertus", "fa3"): {**EVEN},
@@ -39,6 +41,8 @@ SERVED: dict[tuple[str, str], dict[str, Any]] = {
     ("gemma3", "fa3"): {"head_dim": 16, "layer_types": BOTH},
     ("gemma3-capped", "fa2"): {"head_dim": 16, "layer_types": BOTH},
     ("gemma4", "fa3"): {"head_dim": 16, "global_head_dim": 32, "layer_types": BOTH},
+    ("gemma4-inputs", "fa3"): {**FOUR, "global_head_dim": 32},
+    ("gemma4-wide-mlp", "fa2"): {**FOUR, "global_head_dim": 64},
     ("gemma4-moe", "fa3"): {"head_dim": 16, "global_head_dim": 32, "layer_types": BOTH},
     ("glm4", "fa3"): {"head_dim": 16},
     ("gpt-oss", "fa3"): {"head_dim": 16, "layer_types": BOTH},
@@ -85,11 +89,11 @@ SERVED: dict[tuple[str, str], dict[str, Any]] = {
 }
 # Between them these have windows, sinks, norms behind, over each head and over all, rotations of a
 # part, normed values, wide layers, learned positions, experts, an MLP
-# beside them. `graphs/test_gpu_path_prompts.py`
+# beside them, inputs of layers, keys of other layers. `graphs/test_gpu_path_prompts.py`
 # has caps, and `tests/kernels` rotations of neighbours, other scales and layers without rotation.
 ALWAYS = {
     ("gemma3", "fa3"),
-    ("gemma4", "fa3"),
+    ("gemma4-inputs", "fa3"),
     ("gemma4-moe", "fa3"),
     ("gpt-oss", "fa3"),
     ("gpt2", "fa2"),

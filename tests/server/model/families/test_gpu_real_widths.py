@@ -31,9 +31,15 @@ pytestmark = [
 LAYERS, VOCAB, STEPS, WINDOW = 3, 2048, 8, 32
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 MIXED = ["linear_attention", "full_attention", "linear_attention"]
-# A known model -> kinds of three layers.
-OF_THREE: dict[str, dict[str, Any]] = {
+# A known model or a shape -> what its few layers are.
+OF_FEW: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
+    "gemma-4-e4b": {
+        "num_hidden_layers": 5,
+        "layer_types": [*KINDS, *KINDS[:2]],
+        "num_kv_shared_layers": 2,
+        "vocab_size_per_layer_input": VOCAB,
+    },
     "granitemoehybrid": {"layer_types": MIXED},
     "nemotron_h": {"layers_block_type": ["linear_attention", "full_attention", "mlp"]},
 }
@@ -59,7 +65,7 @@ NAMES = [
     if known.config and name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and name not in SAME_TEXT
 ]
 # Of a served family, with parts that its known model has not.
-SHAPES = ["gemma-4-26b-a4b"]
+SHAPES = ["gemma-4-26b-a4b", "gemma-4-e4b"]
 # Of transformers' root mean square: what a sum in another order may change.
 SLACK = 1.15
 
@@ -84,7 +90,7 @@ def made(name: str) -> PreTrainedModel:
         changes["layer_types"] = known["layer_types"][:LAYERS]
     if known.get("full_attention_interval"):
         changes["layer_types"] = MIXED
-    changes |= OF_THREE.get(name, {})
+    changes |= OF_FEW.get(name, {})
     if known.get("attention_types"):
         changes["attention_types"] = [[["global", "local", "global"], 1]]
     changes |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}

@@ -127,7 +127,7 @@ def test_tiles_are_shared_out_among_few_tokens_alone() -> None:
 @pytest.mark.parametrize("family", ["starcoder2", "bert"])
 def test_an_mlp_without_gate_shrinks_for_nobody(family: str) -> None:
     model = read_model(served_families()[family].config)
-    consumers = Consumers.of(model, fp8_cache=False, summed=NONE_SUMMED)
+    consumers = Consumers.of(model, rounded_cache=False, summed=NONE_SUMMED)
     for regime in Regime:
         row = consumers.strategies(regime, 4096)
         assert row["down"] is not Strategy.DELTA_OF_SHRUNK

@@ -96,7 +96,7 @@ def test_layers_of_every_kind(
     model, dtype = model_of(head_dim), torch.bfloat16 if device.type == "cuda" else torch.float32
     plain = "Triton" if head_dim == 96 else "FlashInfer"
     assert prompt_kernels(model) == (plain, plain, "Triton", "Triton", "FlashInfer")
-    assert set(prompt_kernels(model, fp8_cache=True, captured=True)) == {"Triton"}
+    assert set(prompt_kernels(model, rounded_cache=True, captured=True)) == {"Triton"}
     if fp8 == "without room":
         monkeypatch.setattr(prompt_attention, "WIDENED_BYTES", PAGE)
     capability = torch.cuda.get_device_capability(device)

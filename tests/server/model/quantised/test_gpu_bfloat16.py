@@ -42,19 +42,19 @@ FORMATS: dict[str, Format] = {
 ROWS = 24
 
 
-@pytest.fixture(scope="module", params=[*FORMATS, "fp8-cache"])
+@pytest.fixture(scope="module", params=[*FORMATS, "fp8-cache", "int8-cache"])
 def trio(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Trio]:
     folder, options = tmp_path_factory.mktemp("base"), dict[str, Any]()
-    if request.param == "fp8-cache":
-        options["kv_dtype"] = "fp8"
+    is_quantised = request.param in FORMATS
+    if not is_quantised:
+        options["kv_dtype"] = request.param.removesuffix("-cache")
     else:
         options["save"] = partial(save_quantised, form=FORMATS[request.param])
     found = Trio("llama3", {}, folder, ROWS, **options)
     assert found.gpu.executor._graphs is not None
     layers = found.gpu.executor._decoder.weights.layers
-    is_quantised = request.param != "fp8-cache"
     for linear in (linear for layer in layers for linear in layer.linears):
         assert isinstance(linear.weight, PackedMatrix) == is_quantised
     yield found

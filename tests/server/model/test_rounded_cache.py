@@ -1,10 +1,10 @@
-"""Keys and values in FP8: as transformers with keys and values rounded so, in half the room."""
+"""Keys and values of eight bits: as transformers with these rounded so, in half the room."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -33,17 +33,32 @@ pytestmark = [
 CPU = torch.device("cpu")
 
 
-def rounded(x: torch.Tensor, scale: float) -> torch.Tensor:
+class WholeScales(NamedTuple):
+    """Stands for int8's, which come from the numbers."""
+
+    k: None = None
+    v: None = None
+
+
+Scales = Sequence[KvScales | WholeScales]
+
+
+def rounded(x: torch.Tensor, scale: float | None) -> torch.Tensor:
+    """x: `[..., head_dim]`. scale: of FP8; None = int8, by the largest number of a head."""
+    if scale is None:
+        scales = x.abs().amax(-1, keepdim=True) / 127
+        return (x / scales).round() * scales
     return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype) * scale
 
 
 @contextmanager
 def rounding(
-    model: Any, scales: list[KvScales], patch: pytest.MonkeyPatch, nudge: float = 0.0
+    model: Any, scales: Scales, patch: pytest.MonkeyPatch, nudge: float = 0.0
 ) -> Iterator[None]:
     """transformers' Llama with each layer's keys, behind their rotation, and values rounded. nudge:
-    moves what lies between two FP8 numbers to the other side, as another order of sums may."""
+    moves what lies between two numbers to the other side, as another order of sums may."""
     rotate, layers = modeling_llama.apply_rotary_pos_emb, iter(scales)
+    size = model.config.head_dim
 
     def turned(q: torch.Tensor, k: torch.Tensor, *context: Any, **options: Any) -> Any:
         q, k = rotate(q, k, *context, **options)
@@ -57,7 +72,9 @@ def rounding(
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     hooks = [inner.model.register_forward_pre_hook(begin)]
     for layer, scale in zip(inner.model.layers, scales, strict=True):
-        round_values = lambda _m, _i, y, s=scale.v: rounded(y * (1 + nudge), s)  # noqa: E731
+        round_values = lambda _m, _i, y, s=scale.v: rounded(  # noqa: E731
+            y.unflatten(-1, (-1, size)) * (1 + nudge), s
+        ).flatten(-2)
         hooks.append(layer.self_attn.v_proj.register_forward_hook(round_values))
     try:
         yield
@@ -77,16 +94,17 @@ def with_scales(folder: Path, scales: list[KvScales], names: tuple[str, str]) ->
 SCALES = [KvScales(0.03, 0.01), KvScales(0.05, 0.02), KvScales(0.04, 0.015)]
 
 
-@pytest.mark.parametrize("scales", [[KvScales()] * 3, SCALES], ids=["none", "stored"])
-def test_as_transformers_with_rounded_keys_and_values(
-    scales: list[KvScales], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    "scales", [[KvScales()] * 3, SCALES, [WholeScales()] * 3], ids=["none", "stored", "int8"]
+)
+def test_as_transformers_with_rounded_keys_and_values(scales: Scales, tmp_path: Path) -> None:
     base = make_model("llama2")
     save_model(base, tmp_path)
     if scales is SCALES:
         with_scales(tmp_path, scales, ("k_scale", "v_scale"))
     zoo = {"rank16": ZOO["rank16"](SEVEN)}
-    oracle, driver = with_zoo(base, zoo), Driver(tmp_path, kv_dtype="fp8")
+    kv_dtype = "int8" if isinstance(scales[0], WholeScales) else "fp8"
+    oracle, driver = with_zoo(base, zoo), Driver(tmp_path, kv_dtype=kv_dtype)
     layout, slab = pack(oracle, "rank16")
     assert driver.load(0, layout, slab, 0).error is None
     streams = [
@@ -100,9 +118,7 @@ def test_as_transformers_with_rounded_keys_and_values(
     driver.close()
 
 
-def is_near(
-    oracle: Any, name: str | None, stream: Stream, scales: list[KvScales], nudge: float
-) -> bool:
+def is_near(oracle: Any, name: str | None, stream: Stream, scales: Scales, nudge: float) -> bool:
     with (
         pytest.MonkeyPatch.context() as patch,
         rounding(oracle, scales, patch, nudge),
@@ -140,11 +156,14 @@ def test_a_scale_is_a_positive_number(value: float, tmp_path: Path) -> None:
 def test_half_the_bytes_are_twice_the_pages(tmp_path: Path) -> None:
     folder = save_model(make_model("llama2"), tmp_path)
     plain = engine_config(folder, dtype="bfloat16")
-    pages = [
-        executor_limits(read_config(folder), config).num_pages
-        for config in (plain, msgspec.structs.replace(plain, kv_dtype="fp8"))
-    ]
-    assert pages[1] == 2 * pages[0]
+    auto, fp8, int8 = (
+        executor_limits(
+            read_config(folder), msgspec.structs.replace(plain, kv_dtype=kv_dtype)
+        ).num_pages
+        for kv_dtype in ("auto", "fp8", "int8")
+    )
+    assert fp8 == 2 * auto
+    assert auto < int8 < fp8
 
 
 def test_a_gpu_that_does_not_convert_fp8_is_refused() -> None:
@@ -156,12 +175,22 @@ def test_a_gpu_that_does_not_convert_fp8_is_refused() -> None:
 @pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="kernels need Triton's interpreter"
 )
-@pytest.mark.parametrize("name", ["llama2", pytest.param("gemma2", marks=pytest.mark.exhaustive)])
-def test_by_the_kernels(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"),
+    [
+        ("llama2", "fp8"),
+        ("llama2", "int8"),
+        pytest.param("gemma2", "fp8", marks=pytest.mark.exhaustive),
+        pytest.param("gemma2", "int8", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_by_the_kernels(
+    name: str, kv_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In graphs and in steps with prompts, with adapters and without, as the reference."""
     small: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 64, "head_dim": 16}
     zoo = {each: ZOO[each](SEVEN) for each in ("rank16", "rank3_rslora")}
     model = make_model(name, **small)
-    with small_pair(model, zoo, tmp_path, monkeypatch, kv_dtype="fp8") as pair:
+    with small_pair(model, zoo, tmp_path, monkeypatch, kv_dtype=kv_dtype) as pair:
         # A key or value that is as near to two numbers may be either.
         assert_same(pair, [0, -1, 1, 1], abs=0.05)

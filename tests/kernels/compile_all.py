@@ -56,14 +56,19 @@ from loraplex.server.kernels.lora.shrink import gather_embedding, shrink
 from loraplex.server.kernels.lora.table import RANK_BLOCKS, LoraTable
 from loraplex.server.kernels.lora.vector_table import VectorTable
 from loraplex.server.kernels.lora.workspace import allocate_workspace
-from loraplex.server.kernels.moe.choose import assign_experts
+from loraplex.server.kernels.moe.choose import ChoiceRule, assign_experts
 from loraplex.server.kernels.moe.expert_lora import ExpertLora, add_expert_lora
 from loraplex.server.kernels.moe.grouped import grouped_product, grouped_shape, tokens_of_each_shape
-from loraplex.server.kernels.moe.row_lora import add_row_lora, gated_row_lora
+from loraplex.server.kernels.moe.row_lora import activated_row_lora, add_row_lora
 from loraplex.server.kernels.moe.row_product import row_product
 from loraplex.server.kernels.moe.tiles import ExpertTiles
 from loraplex.server.kernels.pointwise.add_norm import add_experts_norm, add_norm, rms_norm
-from loraplex.server.kernels.pointwise.gated import Activation, GatedActivation, gated
+from loraplex.server.kernels.pointwise.gated import (
+    Activation,
+    ExpertActivation,
+    GatedActivation,
+    gated,
+)
 from loraplex.server.kernels.pointwise.gated_lora import gated_lora
 from loraplex.server.kernels.pointwise.shared_terms import SharedTerms
 from loraplex.server.kernels.pointwise.sum_norm import sum_norm
@@ -86,6 +91,7 @@ from tests.kernels.quantised import LAYOUTS, Make
 CPU = torch.device("cpu")
 DTYPE = torch.bfloat16
 ACTIVATION_OF_EXPERTS: GatedActivation = "clamped_swiglu"
+OF_EXPERTS: tuple[ExpertActivation | None, ...] = (None, ACTIVATION_OF_EXPERTS, "relu2")
 # Scores of a layer with nothing beside a scale, and with all that a layer may have.
 PLAIN = LayerScores(ScoreRule(1.0))
 FULL = LayerScores(ScoreRule(1.0, 50.0, 4096), 0, torch.zeros(8))
@@ -342,32 +348,31 @@ def experts(early: bool) -> None:
     for tokens in tokens_of_each_shape(2, 8):
         shape = grouped_shape(tokens, 2, 8)
         tiles, weights = assign(logits[:4], shape.tile_rows, early)
-        grouped_product(x, of_experts, bias, tiles, shape, None, programmatic_launch=early)
+        for alone in (None, "relu2"):
+            grouped_product(x, of_experts, bias, tiles, shape, alone, programmatic_launch=early)
         y = grouped_product(
             x, of_experts, bias, tiles, shape, ACTIVATION_OF_EXPERTS, programmatic_launch=early
         )
         add_expert_lora(x, y, tiles, both, programmatic_launch=early)
-    for activation in (None, ACTIVATION_OF_EXPERTS):
+    for activation in OF_EXPERTS:
         of = (x, of_experts, bias, tiles.experts)
         row_product(*of, activation, programmatic_launch=early)
-    gated_row_lora(x, y, tiles, both, ACTIVATION_OF_EXPERTS, programmatic_launch=early)
+    activated_row_lora(x, y, tiles, both, ACTIVATION_OF_EXPERTS, programmatic_launch=early)
     one = ExpertLora(table, 0, (256,), slots)
+    activated_row_lora(x, y, tiles, one, "relu2", programmatic_launch=early)
     add_row_lora(x, y, tiles, one, programmatic_launch=early)
     hidden, norm = torch.zeros(4, 256, dtype=DTYPE), (torch.zeros(256, dtype=DTYPE), 1e-5)
     add_experts_norm(y, weights, hidden, norm, programmatic_launch=early)
 
 
 def assign(logits: torch.Tensor, tile_rows: int, early: bool) -> tuple[ExpertTiles, torch.Tensor]:
-    scales = torch.zeros(logits.shape[1]) if early else None
-    return assign_experts(
-        logits,
-        2,
-        tile_rows,
-        of_chosen=True,
-        rounded=True,
-        scales=scales,
-        programmatic_launch=early,
-    )
+    numbers = torch.zeros(logits.shape[1])
+    rule = ChoiceRule(of_chosen=True, rounded=DTYPE)
+    if early:
+        rule = ChoiceRule(
+            sigmoid=True, factor=2.0, groups=(4, 2), correction=numbers, scales=numbers
+        )
+    return assign_experts(logits, 2, tile_rows, rule, programmatic_launch=early)
 
 
 def step() -> None:

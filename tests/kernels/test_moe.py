@@ -1,5 +1,6 @@
 """Experts' kernels against the obvious loops: choice, tiles, products, LoRA, weighted sum."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from loraplex.server.kernels.lora.table import LoraTable
-from loraplex.server.kernels.moe.choose import assign_experts, choose_experts
+from loraplex.server.kernels.moe.choose import ChoiceRule, assign_experts, choose_experts
 from loraplex.server.kernels.moe.expert_lora import ExpertLora, add_expert_lora
 from loraplex.server.kernels.moe.grouped import (
     GroupedShape,
@@ -15,10 +16,16 @@ from loraplex.server.kernels.moe.grouped import (
     grouped_shape,
     tokens_of_each_shape,
 )
-from loraplex.server.kernels.moe.row_lora import add_row_lora, gated_row_lora
+from loraplex.server.kernels.moe.row_lora import activated_row_lora, add_row_lora
 from loraplex.server.kernels.moe.row_product import row_product, rows_are_few
 from loraplex.server.kernels.moe.tiles import ExpertTiles, expert_tiles
 from loraplex.server.kernels.pointwise.add_norm import add_experts_norm
+from loraplex.server.model.linear.dense import DenseLinear
+from loraplex.server.model.linear.experts import MoeWeights
+from loraplex.server.model.ops.experts_cuda import choice_rule, wide_logits
+from loraplex.server.model.ops.experts_torch import routed
+from loraplex.server.model.spec.linear_spec import LinearSpec, Part
+from loraplex.server.model.spec.moe_spec import MoeSpec
 from tests.grids import sparse
 
 SMALL = GroupedShape(16, 32, 32, 4, 2)
@@ -43,7 +50,7 @@ def test_the_largest_logits_choose(
     torch.manual_seed(experts)
     logits = torch.randn(tokens, experts).to(device) * 3
     chosen, weights = choose_experts(
-        logits, top_k, of_chosen=of_chosen, rounded=False, programmatic_launch=False
+        logits, top_k, ChoiceRule(of_chosen=of_chosen), programmatic_launch=False
     )
     expected = logits.topk(top_k)
     assert torch.equal(chosen.long(), expected.indices)
@@ -53,22 +60,70 @@ def test_the_largest_logits_choose(
     torch.testing.assert_close(weights, shares)
 
 
-def test_weights_are_rounded_as_the_logits(device: torch.device) -> None:
-    logits = torch.randn(4, 8).to(device, torch.float16)
-    _, weights = choose_experts(logits, 3, of_chosen=True, rounded=True, programmatic_launch=False)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_weights_are_rounded(device: torch.device, dtype: torch.dtype) -> None:
+    """Whatever the dtype of logits."""
+    logits, rule = torch.randn(4, 8).to(device, dtype), ChoiceRule(of_chosen=True)
+    rounded = rule._replace(rounded=torch.float16)
+    _, weights = choose_experts(logits, 3, rounded, programmatic_launch=False)
     assert torch.equal(weights, weights.half().float())
-    _, wide = choose_experts(logits, 3, of_chosen=True, rounded=False, programmatic_launch=False)
+    _, wide = choose_experts(logits, 3, rule, programmatic_launch=False)
     assert not torch.equal(wide, weights)
 
 
 def test_weights_are_scaled_by_expert(device: torch.device) -> None:
     logits, scales = torch.randn(5, 8).to(device), torch.rand(8).to(device) + 0.5
-    rule: dict[str, Any] = {"of_chosen": True, "rounded": False, "programmatic_launch": False}
-    chosen, weights = choose_experts(logits, 3, **rule)
-    _, scaled = choose_experts(logits, 3, **rule, scales=scales)
+    rule = ChoiceRule(of_chosen=True)
+    chosen, weights = choose_experts(logits, 3, rule, programmatic_launch=False)
+    _, scaled = choose_experts(logits, 3, rule._replace(scales=scales), programmatic_launch=False)
     torch.testing.assert_close(scaled, weights * scales[chosen.long()])
 
 
+@pytest.mark.parametrize(
+    ("normed", "changes"),
+    [
+        (True, {"rule": "sigmoid_top_k_normed", "norm_floor": 1e-20, "factor": 2.5}),
+        (True, {"rule": "sigmoid_top_k_normed", "norm_added": 0.5, "groups": (4, 2)}),
+        (False, {"rule": "sigmoid_top_k", "factor": 1.7, "groups": (6, 3)}),
+        (False, {"rule": "sigmoid_top_k", "correction": False}),
+        (False, {"rule": "sigmoid_top_k", "correction": False, "groups": (3, 2)}),
+        (True, {"rule": "softmax_top_k_normed", "norm_floor": 0.4}),
+        (False, {"rule": "softmax_top_k", "groups": (2, 1)}),
+    ],
+)
+@pytest.mark.parametrize("tokens", [3, 50])
+def test_scores_choose_as_the_definition_does(
+    device: torch.device, normed: bool, changes: dict[str, Any], tokens: int
+) -> None:
+    """Corrected, in groups, divided and multiplied: as of a router in torch."""
+    experts, top_k = 12, 4
+    logits = torch.randn(tokens, experts).to(device) * 2
+    correction = torch.randn(experts).to(device) * 0.4 if changes.get("correction", True) else None
+    given = {key: value for key, value in changes.items() if key != "correction"}
+    part = Part("gate", experts)
+    linear = LinearSpec("router", 8, (part,), "none", experts=experts)
+    spec = MoeSpec(linear, linear, top_k, linear, wide_weights=True, **given)
+    matrix: Any = SimpleNamespace(run=lambda x: x)
+    weights = MoeWeights(spec, matrix, matrix, matrix, correction)
+    expected, shares = routed(logits, weights, None, SimpleNamespace())  # type: ignore[arg-type]
+    rule = choice_rule(weights, torch.float32)
+    assert rule.of_chosen is normed
+    chosen, found = choose_experts(logits, top_k, rule, programmatic_launch=False)
+    assert torch.equal(chosen.long(), expected)
+    torch.testing.assert_close(found, shares)
+    tiles, assigned = assign_experts(logits, top_k, 16, rule, programmatic_launch=False)
+    assert torch.equal(tiles.experts.view_as(chosen), chosen)
+    torch.testing.assert_close(assigned, shares)
+
+
+def test_a_routers_logits_are_wide(device: torch.device) -> None:
+    x, weight = torch.randn(5, 96).to(device).half(), torch.randn(12, 96).to(device).half()
+    found = wide_logits(x, DenseLinear(weight))
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, x.float() @ weight.float().T, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_logits_that_are_not_finite_choose_experts_that_are_there(
     device: torch.device, value: float
@@ -76,10 +131,14 @@ def test_logits_that_are_not_finite_choose_experts_that_are_there(
     logits = torch.randn(3, 6).to(device)
     logits[1, ::2] = value
     logits[2] = value
-    chosen, _ = choose_experts(logits, 4, of_chosen=True, rounded=False, programmatic_launch=False)
-    for row in chosen.tolist():
-        assert len(set(row)) == 4
-        assert set(row) <= set(range(6))
+    correction = torch.tensor([0.5, value, 0, 0, 0, 0], device=device)
+    for rule in (ChoiceRule(of_chosen=True), ChoiceRule(sigmoid=True, correction=correction)):
+        for groups in ((1, 1), (3, 2)):
+            of = rule._replace(groups=groups)
+            chosen, _ = choose_experts(logits, 4, of, programmatic_launch=False)
+            for row in chosen.tolist():
+                assert len(set(row)) == 4
+                assert set(row) <= set(range(6))
 
 
 @pytest.mark.parametrize("tile_rows", [16, 64])
@@ -141,17 +200,18 @@ def test_rows_meet_their_experts(
 # Infinity is meant.
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped_swiglu"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped_swiglu", "relu2"])
 def test_gate_and_up_are_activated(device: torch.device, activation: str, bias: bool) -> None:
     chosen = chosen_of(20, 2, 4, device)
     x, weight = torch.randn(20, 48).to(device) * 2, torch.randn(4, 80, 48).to(device)
     biases = torch.randn(4, 80).to(device) if bias else None
     tiles = tiles_of(chosen, 4, SMALL)
     found = grouped_product(x, weight, biases, tiles, SMALL, activation, programmatic_launch=False)  # type: ignore[arg-type]
-    gate, up = grouped_product(x, weight, biases, tiles, SMALL, programmatic_launch=False).chunk(
-        2, dim=-1
-    )
-    if activation == "clamped_swiglu":
+    product = grouped_product(x, weight, biases, tiles, SMALL, programmatic_launch=False)
+    gate, up = product.chunk(2, dim=-1)
+    if activation == "relu2":
+        expected = functional.relu(product).square()
+    elif activation == "clamped_swiglu":
         gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0) + 1
         expected = gate * torch.sigmoid(1.702 * gate) * up
     elif activation == "silu":
@@ -192,7 +252,12 @@ def test_half_precision(experts: int, top_k: int, sizes: tuple[int, int], tokens
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")
 @pytest.mark.parametrize(
     ("tokens", "sizes", "activation"),
-    [(1, (2048, 12), None), (2, (1100, 24), "silu"), (3, (40, 10), "clamped_swiglu")],
+    [
+        (1, (2048, 12), None),
+        (2, (1100, 24), "silu"),
+        (3, (40, 10), "clamped_swiglu"),
+        (1, (96, 9), "relu2"),
+    ],
 )
 @pytest.mark.parametrize("bias", [False, True])
 def test_few_rows_take_the_same_product(
@@ -230,10 +295,9 @@ def test_a_few_tokens_are_assigned_as_many(
 ) -> None:
     logits = torch.randn(tokens, experts).to(device)
     logits[:, 1] += 2  # one has many rows
-    rule: dict[str, Any] = {"of_chosen": True, "rounded": False, "programmatic_launch": False}
-    rule["scales"] = torch.rand(experts).to(device)
-    tiles, weights = assign_experts(logits, top_k, tile_rows, **rule)
-    chosen, expected = choose_experts(logits, top_k, **rule)
+    rule = ChoiceRule(of_chosen=True, scales=torch.rand(experts).to(device))
+    tiles, weights = assign_experts(logits, top_k, tile_rows, rule, programmatic_launch=False)
+    chosen, expected = choose_experts(logits, top_k, rule, programmatic_launch=False)
     separate = expert_tiles(chosen, experts, tile_rows, programmatic_launch=False)
     torch.testing.assert_close(weights, expected)
     assert torch.equal(tiles.order, separate.order)
@@ -324,13 +388,16 @@ def test_each_row_gets_the_lora_of_its_adapter_and_expert(
             expected[row] += adapters[slot].delta(expert, x[row if of_rows else row // top_k])
     of = (tiles, ExpertLora(table, site, widths, slots.to(device)))
     if len(set(widths)) == 1:
-        inner = gated_row_lora(x, y, *of, "silu", programmatic_launch=False)
+        inner = activated_row_lora(x, y, *of, "silu", programmatic_launch=False)
         gate, up = expected.chunk(2, dim=-1)
         torch.testing.assert_close(inner, functional.silu(gate) * up, atol=1e-2, rtol=1e-3)
     by_row = y.clone()
     add_expert_lora(x, y, *of, programmatic_launch=False)
     torch.testing.assert_close(y, expected, atol=1e-3, rtol=1e-3)
     if parts == 1:
+        inner = activated_row_lora(x, by_row, *of, "relu2", programmatic_launch=False)
+        squares = functional.relu(expected).square()
+        torch.testing.assert_close(inner, squares, atol=1e-2, rtol=1e-3)
         add_row_lora(x, by_row, *of, programmatic_launch=False)
         torch.testing.assert_close(by_row, expected, atol=1e-3, rtol=1e-3)
 
@@ -351,6 +418,6 @@ def test_rows_take_projections_of_one_form() -> None:
     lora = ExpertLora(table, 0, (4, 2), torch.zeros(2, dtype=torch.int32))
     x, y = torch.zeros(2, 8), torch.zeros(4, 6)
     with pytest.raises(ValueError, match="as wide as each other"):
-        gated_row_lora(x, y, tiles, lora, "silu", programmatic_launch=False)
+        activated_row_lora(x, y, tiles, lora, "silu", programmatic_launch=False)
     with pytest.raises(ValueError, match="more than one projection"):
         add_row_lora(x, y, tiles, lora, programmatic_launch=False)

@@ -1,6 +1,6 @@
 """From a router's logits to each token's experts, their weights, and tiles of rows by expert."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -11,16 +11,60 @@ from loraplex.server.kernels.moe.tiles import ExpertTiles, expert_tiles, max_til
 
 # The most rows whose places one program finds sooner than two kernels do.
 _MOST_COMPARED = 32
+_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+class ChoiceRule(NamedTuple):
+    """How experts are chosen by logits, and weighed.
+
+    A token's experts are those of the largest scores: the softmax of its logits; sigmoid: each
+    one's sigmoid. Their scores are their weights. of_chosen: divided by their sum, which is at
+    least `floor`, and `added` to it. factor: of weights. rounded: their dtype; None = float32.
+    correction: float32 `[experts]`, which is added to scores where experts are chosen. groups: how
+    many experts are in, and of how many experts are chosen: those whose two largest scores have the
+    largest sums. scales: float32 `[experts]`, which multiply weights at last.
+    """
+
+    of_chosen: bool = False
+    rounded: torch.dtype | None = None
+    sigmoid: bool = False
+    floor: float = 0.0
+    added: float = 0.0
+    factor: float = 1.0
+    groups: tuple[int, int] = (1, 1)
+    correction: torch.Tensor | None = None
+    scales: torch.Tensor | None = None
+
+    @property
+    def by_scores(self) -> bool:
+        """Whether experts are chosen by other numbers than logits."""
+        return self.correction is not None or self.groups[0] != self.groups[1]
+
+    def constants(self) -> dict[str, Any]:
+        """Parameters of kernels that are known when they are compiled."""
+        shared = self.by_scores or self.floor > 0 or self.added > 0
+        return {
+            "OF_CHOSEN": self.of_chosen,
+            "ROUNDED": None if self.rounded is None else _DTYPES[self.rounded],
+            "SIGMOID": self.sigmoid,
+            "SHARED": shared and not self.sigmoid,
+            "FLOOR": self.floor,
+            "ADDED": self.added,
+            "FACTOR": self.factor,
+            "GROUPS": self.groups[0],
+            "BEST": self.groups[1],
+            "BY_SCORES": self.by_scores,
+            "CORRECTED": self.correction is not None,
+            "SCALED": self.scales is not None,
+        }
 
 
 def assign_experts(
     logits: torch.Tensor,
     top_k: int,
     tile_rows: int,
+    rule: ChoiceRule,
     *,
-    of_chosen: bool,
-    rounded: bool,
-    scales: torch.Tensor | None = None,
     programmatic_launch: bool,
 ) -> tuple[ExpertTiles, torch.Tensor]:
     """Choose each token's experts, and sort the rows into tiles. logits: `[tokens, experts]`, at
@@ -29,13 +73,10 @@ def assign_experts(
     waits for the device.
     """
     tokens, experts = logits.shape
-    rule: dict[str, Any] = {"of_chosen": of_chosen, "rounded": rounded, "scales": scales}
     block_t, block_k = triton.next_power_of_2(tokens), triton.next_power_of_2(top_k)
     if block_t * block_k > _MOST_COMPARED:
-        chosen, weights = choose_experts(
-            logits, top_k, **rule, programmatic_launch=programmatic_launch
-        )
         early = programmatic_launch
+        chosen, weights = choose_experts(logits, top_k, rule, programmatic_launch=early)
         return expert_tiles(chosen, experts, tile_rows, programmatic_launch=early), weights
     rows = tokens * top_k
     most = max_tiles(rows, tile_rows, experts)
@@ -48,7 +89,8 @@ def assign_experts(
         order,
         tiles,
         weights,
-        logits if scales is None else scales,
+        logits if rule.correction is None else rule.correction,
+        logits if rule.scales is None else rule.scales,
         tokens,
         most,
         EXPERTS=experts,
@@ -58,9 +100,7 @@ def assign_experts(
         BLOCK_E=triton.next_power_of_2(experts),
         BLOCK_K=block_k,
         BLOCK_TILES=triton.next_power_of_2(most),
-        OF_CHOSEN=of_chosen,
-        ROUNDED=rounded,
-        SCALED=scales is not None,
+        **rule.constants(),
         PDL=programmatic_launch,
         num_warps=min(8, max(1, block_t * block_k // 16)),
         launch_pdl=programmatic_launch,
@@ -69,21 +109,11 @@ def assign_experts(
 
 
 def choose_experts(
-    logits: torch.Tensor,
-    top_k: int,
-    *,
-    of_chosen: bool,
-    rounded: bool,
-    scales: torch.Tensor | None = None,
-    programmatic_launch: bool,
+    logits: torch.Tensor, top_k: int, rule: ChoiceRule, *, programmatic_launch: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the `top_k` experts of each token. logits: `[tokens, experts]`, contiguous -> experts
-    int32 `[tokens, top_k]`, those of the largest logits first, of equal ones that of the lowest
-    number; and their weights, float32.
-
-    A weight is the softmax's of all logits; of_chosen: of those of the chosen alone. rounded: to
-    the logits' dtype. scales: float32 `[experts]`, which multiply weights at last; None = nothing
-    does. Logits that are not finite choose any experts. One kernel.
+    int32 `[tokens, top_k]`, those of the largest scores first, of equal ones that of the lowest
+    number; and their weights, float32. Logits that are not finite choose any experts. One kernel.
     """
     tokens, experts = logits.shape
     chosen = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
@@ -93,14 +123,13 @@ def choose_experts(
             logits,
             chosen,
             weights,
-            logits if scales is None else scales,
+            logits if rule.correction is None else rule.correction,
+            logits if rule.scales is None else rule.scales,
             EXPERTS=experts,
             TOP_K=top_k,
             BLOCK_E=triton.next_power_of_2(experts),
             BLOCK_K=triton.next_power_of_2(top_k),
-            OF_CHOSEN=of_chosen,
-            ROUNDED=rounded,
-            SCALED=scales is not None,
+            **rule.constants(),
             PDL=programmatic_launch,
             num_warps=1,
             launch_pdl=programmatic_launch,
@@ -113,6 +142,7 @@ def _choose_kernel(
     logits_ptr: tl.tensor,
     chosen_ptr: tl.tensor,
     weights_ptr: tl.tensor,
+    correction_ptr: tl.tensor,
     scales_ptr: tl.tensor,
     EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -120,15 +150,29 @@ def _choose_kernel(
     BLOCK_K: tl.constexpr,
     OF_CHOSEN: tl.constexpr,
     ROUNDED: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    SHARED: tl.constexpr,
+    FLOOR: tl.constexpr,
+    ADDED: tl.constexpr,
+    FACTOR: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BEST: tl.constexpr,
+    BY_SCORES: tl.constexpr,
+    CORRECTED: tl.constexpr,
     SCALED: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """A program takes a token."""
     follow(PDL)
     token = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
-    chosen, weights = _chosen(
-        logits_ptr, scales_ptr, token,
-        EXPERTS, TOP_K, BLOCK_E, BLOCK_K, OF_CHOSEN, ROUNDED, SCALED,
+    scores, keys = _scores(
+        logits_ptr, correction_ptr, token,
+        EXPERTS, BLOCK_E, SIGMOID, SHARED, GROUPS, BEST, BY_SCORES, CORRECTED,
+    )  # fmt: skip
+    chosen, weights = _chosen(scores, keys, TOP_K, BLOCK_E, BLOCK_K)
+    weights = _weighed(
+        weights, scores, chosen, scales_ptr,
+        TOP_K, BLOCK_K, OF_CHOSEN, ROUNDED, SIGMOID, FLOOR, ADDED, FACTOR, SCALED,
     )  # fmt: skip
     k = tl.arange(0, BLOCK_K)[None, :]
     at = token[:, None] * TOP_K + k
@@ -143,6 +187,7 @@ def _assign_kernel(
     order_ptr: tl.tensor,
     tiles_ptr: tl.tensor,
     weights_ptr: tl.tensor,
+    correction_ptr: tl.tensor,
     scales_ptr: tl.tensor,
     tokens: tl.tensor,
     most_tiles: tl.tensor,
@@ -155,6 +200,15 @@ def _assign_kernel(
     BLOCK_TILES: tl.constexpr,
     OF_CHOSEN: tl.constexpr,
     ROUNDED: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    SHARED: tl.constexpr,
+    FLOOR: tl.constexpr,
+    ADDED: tl.constexpr,
+    FACTOR: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BEST: tl.constexpr,
+    BY_SCORES: tl.constexpr,
+    CORRECTED: tl.constexpr,
     SCALED: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -162,9 +216,14 @@ def _assign_kernel(
     follow(PDL)
     token, k = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)[None, :]
     there = tl.minimum(token, tokens - 1)
-    chosen, weights = _chosen(
-        logits_ptr, scales_ptr, there,
-        EXPERTS, TOP_K, BLOCK_E, BLOCK_K, OF_CHOSEN, ROUNDED, SCALED,
+    scores, keys = _scores(
+        logits_ptr, correction_ptr, there,
+        EXPERTS, BLOCK_E, SIGMOID, SHARED, GROUPS, BEST, BY_SCORES, CORRECTED,
+    )  # fmt: skip
+    chosen, weights = _chosen(scores, keys, TOP_K, BLOCK_E, BLOCK_K)
+    weights = _weighed(
+        weights, scores, chosen, scales_ptr,
+        TOP_K, BLOCK_K, OF_CHOSEN, ROUNDED, SIGMOID, FLOOR, ADDED, FACTOR, SCALED,
     )  # fmt: skip
     row = token[:, None] * TOP_K + k
     live = (token < tokens)[:, None] & (k < TOP_K)
@@ -193,42 +252,125 @@ def _assign_kernel(
 
 
 @triton.jit
-def _chosen(
+def _scores(
     logits_ptr: tl.tensor,
-    scales_ptr: tl.tensor,
+    correction_ptr: tl.tensor,
     token: tl.tensor,
     EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    OF_CHOSEN: tl.constexpr,
-    ROUNDED: tl.constexpr,
-    SCALED: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    SHARED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BEST: tl.constexpr,
+    BY_SCORES: tl.constexpr,
+    CORRECTED: tl.constexpr,
 ) -> tuple[Any, Any]:
-    """token: `[T]` -> experts int32 and weights float32, `[T, BLOCK_K]`. No expert is chosen twice,
-    and none that is not there."""
-    e, k = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_K)[None, :]
+    """token: `[T]` -> scores and by what experts are chosen, float32 `[T, BLOCK_E]`. A softmax is
+    divided by its sum only if SHARED says so."""
+    e = tl.arange(0, BLOCK_E)[None, :]
     at = logits_ptr + token[:, None] * EXPERTS + e
     logits = tl.load(at, mask=e < EXPERTS, other=0.0).to(tl.float32)
     # What is not a number is below all numbers, what is chosen or not there below that.
-    left = tl.where(logits == logits, tl.minimum(tl.maximum(logits, -1e38), 1e38), -1e38)
-    left = tl.where(e < EXPERTS, left, float("-inf"))
-    top = tl.max(left, axis=1)
-    powers = tl.exp2((left - top[:, None]) * 1.4426950408889634)
-    chosen = (token[:, None] + k).to(tl.int32) * 0
+    keys = _numbers(logits, e, EXPERTS)
+    if SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp2(keys * -1.4426950408889634))
+    else:
+        top = tl.max(keys, axis=1)
+        scores = tl.exp2((keys - top[:, None]) * 1.4426950408889634)
+    if SHARED:
+        scores = scores / tl.sum(scores, axis=1)[:, None]
+    if BY_SCORES:
+        keys = scores
+        if CORRECTED:
+            keys += tl.load(correction_ptr + e, mask=e < EXPERTS, other=0.0)
+        keys = _numbers(keys, e, EXPERTS)
+    if BEST < GROUPS:
+        keys = _of_groups(keys, e, EXPERTS // GROUPS, GROUPS, BEST, BLOCK_E)
+    return scores, keys
+
+
+@triton.jit
+def _numbers(x: tl.tensor, e: tl.tensor, EXPERTS: tl.constexpr) -> Any:
+    finite = tl.where(x == x, tl.minimum(tl.maximum(x, -1e38), 1e38), -1e38)
+    return tl.where(e < EXPERTS, finite, float("-inf"))
+
+
+@triton.jit
+def _of_groups(
+    keys: tl.tensor,
+    e: tl.tensor,
+    SIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BEST: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+) -> Any:
+    """Keys `[T, BLOCK_E]` of the best groups of SIZE experts; of others minus infinity."""
+    sums = tl.where((e < GROUPS) & (keys == keys), 0.0, float("-inf"))  # a column for each group
+    for i in tl.static_range(GROUPS):
+        mine = tl.where(e // SIZE == i, keys, float("-inf"))
+        first = tl.max(mine, axis=1)
+        place = tl.min(tl.where(mine == first[:, None], e, BLOCK_E), axis=1)
+        second = tl.max(tl.where(e == place[:, None], float("-inf"), mine), axis=1)
+        sums = tl.where(e == i, (first + second)[:, None], sums)
+    kept = tl.full(keys.shape, float("-inf"), tl.float32)
+    for _ in tl.static_range(BEST):
+        best = tl.max(sums, axis=1)
+        group = tl.min(tl.where(sums == best[:, None], e, BLOCK_E), axis=1)
+        kept = tl.where(e // SIZE == group[:, None], keys, kept)
+        sums = tl.where(e == group[:, None], float("-inf"), sums)
+    return kept
+
+
+@triton.jit
+def _chosen(
+    scores: tl.tensor,
+    keys: tl.tensor,
+    TOP_K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> tuple[Any, Any]:
+    """Experts of the largest keys, int32 `[T, BLOCK_K]`, and their scores. No expert is chosen
+    twice, and none that is not there."""
+    e, k = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_K)[None, :]
+    chosen = tl.zeros((keys.shape[0], BLOCK_K), tl.int32)
     weights = chosen.to(tl.float32)
     for i in tl.static_range(TOP_K):
-        largest = tl.max(left, axis=1)
-        expert = tl.min(tl.where(left == largest[:, None], e, BLOCK_E), axis=1)
+        largest = tl.max(keys, axis=1)
+        expert = tl.min(tl.where(keys == largest[:, None], e, BLOCK_E), axis=1)
         taken = e == expert[:, None]
-        share = tl.sum(tl.where(taken, powers, 0.0), axis=1)
+        share = tl.sum(tl.where(taken, scores, 0.0), axis=1)
         chosen = tl.where(k == i, expert[:, None], chosen)
         weights = tl.where(k == i, share[:, None], weights)
-        left = tl.where(taken, float("-inf"), left)
-    total = tl.sum(weights, axis=1) if OF_CHOSEN else tl.sum(powers, axis=1)
-    weights = weights / total[:, None]
-    if ROUNDED:
-        weights = weights.to(logits_ptr.dtype.element_ty).to(tl.float32)
-    if SCALED:
-        weights *= tl.load(scales_ptr + chosen, mask=k < TOP_K, other=0.0)
+        keys = tl.where(taken, float("-inf"), keys)
     return chosen, weights
+
+
+@triton.jit
+def _weighed(
+    weights: tl.tensor,
+    scores: tl.tensor,
+    chosen: tl.tensor,
+    scales_ptr: tl.tensor,
+    TOP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    OF_CHOSEN: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    FLOOR: tl.constexpr,
+    ADDED: tl.constexpr,
+    FACTOR: tl.constexpr,
+    SCALED: tl.constexpr,
+) -> Any:
+    """Weights of the chosen, float32 `[T, BLOCK_K]`. weights: their scores."""
+    if OF_CHOSEN:
+        total = tl.maximum(tl.sum(weights, axis=1), FLOOR) + ADDED
+        weights = weights / total[:, None]
+    elif not SIGMOID:
+        weights = weights / tl.sum(scores, axis=1)[:, None]
+    weights *= FACTOR
+    if ROUNDED is not None:
+        weights = weights.to(ROUNDED).to(tl.float32)
+    if SCALED:
+        k = tl.arange(0, BLOCK_K)[None, :]
+        weights *= tl.load(scales_ptr + chosen, mask=k < TOP_K, other=0.0)
+    return weights

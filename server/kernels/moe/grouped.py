@@ -15,7 +15,12 @@ from loraplex.server.kernels.launch.launch import dot_precision, follow
 from loraplex.server.kernels.linear.matrix import PackedMatrix, Weight, form_of
 from loraplex.server.kernels.linear.packed import BITS, PackedBlocks, load_numbers, multiply_packed
 from loraplex.server.kernels.moe.tiles import ExpertTiles
-from loraplex.server.kernels.pointwise.gated import GatedActivation, activated
+from loraplex.server.kernels.pointwise.gated import (
+    ExpertActivation,
+    activated,
+    activated_alone,
+    has_gate,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +70,15 @@ def grouped_product(
     bias: torch.Tensor | None,
     tiles: ExpertTiles,
     shape: GroupedShape,
-    activation: GatedActivation | None = None,
+    activation: ExpertActivation | None = None,
     *,
     programmatic_launch: bool,
 ) -> torch.Tensor:
     """Multiply each row by the matrix of its expert. x: `[tokens, in]`, or `[rows, in]`,
     contiguous; weight: `[experts, out, in]`, or as many quantised matrices; bias: `[experts,
     out]` -> `[rows, out]`, float32 inside. activation: of gate and up, the halves of what is
-    `out`: `[rows, out / 2]`. tiles: of these rows and of the shape's `tile_rows`. One kernel.
-    Raises ValueError on a mismatch.
+    `out`: `[rows, out / 2]`; without gate of all. tiles: of these rows and of the shape's
+    `tile_rows`. One kernel. Raises ValueError on a mismatch.
     """
     rows, features = len(tiles.order), weight.shape[-1]
     out = weight.shape[-2]
@@ -83,7 +88,7 @@ def grouped_product(
     share = rows // len(x)
     if tiles.tile_rows != shape.tile_rows or share not in (1, tiles.top_k):
         raise ValueError(f"tiles of {tiles.tile_rows} rows of {rows}, {len(x)} inputs, {shape}")
-    width = out if activation is None else out // 2
+    width = out // 2 if has_gate(activation) else out
     y = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     _grouped_kernel[(triton.cdiv(width, shape.block_n) * len(tiles.tiles),)](
         x,
@@ -102,6 +107,7 @@ def grouped_product(
         BLOCK_K=shape.block_k,
         BIAS=bias is not None,
         ACTIVATION=activation,
+        HALVES=2 if has_gate(activation) else 1,
         STAGES=shape.num_stages,
         PRECISION=dot_precision(x.dtype),
         FORM=form_of(weight),
@@ -131,6 +137,7 @@ def _grouped_kernel(
     BLOCK_K: tl.constexpr,
     BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    HALVES: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     FORM: tl.constexpr,
@@ -151,7 +158,6 @@ def _grouped_kernel(
         n = place // abreast * BLOCK_N + tl.arange(0, BLOCK_N)
         row = tl.load(order_ptr + tl.load(tile_ptr + 1) + tl.minimum(m, count - 1)).to(tl.int64)
         of_x = x_ptr + (row // SHARE) * IN
-        HALVES: tl.constexpr = 1 if ACTIVATION is None else 2
         # Behind the last feature, and the last row, the last one is computed again.
         feature = expert * (HALVES * WIDTH) + tl.minimum(n, WIDTH - 1)
         if FORM[BITS] < 0:
@@ -178,6 +184,8 @@ def _grouped_kernel(
             if BIAS:
                 up += tl.load(bias_ptr + feature + WIDTH).to(tl.float32)[None, :]
             gate = activated(gate, up, ACTIVATION)
+        elif ACTIVATION is not None:
+            gate = activated_alone(gate, ACTIVATION)
         at = y_ptr + row[:, None] * WIDTH + n[None, :]
         live = (m < count)[:, None] & (n < WIDTH)[None, :]
         tl.store(at, gate.to(y_ptr.dtype.element_ty), mask=live)

@@ -21,7 +21,12 @@ from loraplex.server.kernels.lora.record import (
 from loraplex.server.kernels.lora.table import MAX_RANK
 from loraplex.server.kernels.moe.expert_lora import ExpertLora, check_expert_lora
 from loraplex.server.kernels.moe.tiles import ExpertTiles
-from loraplex.server.kernels.pointwise.gated import GatedActivation, activated
+from loraplex.server.kernels.pointwise.gated import (
+    ExpertActivation,
+    activated,
+    activated_alone,
+    has_gate,
+)
 
 # Beyond this many rows tiles of rows read the matrices less often (`expert_lora.py`).
 MOST_ROWS = 2048
@@ -49,23 +54,24 @@ def add_row_lora(
     _expand(bridge, y, y, tiles, lora, None, PDL=programmatic_launch)
 
 
-def gated_row_lora(
+def activated_row_lora(
     x: torch.Tensor,
     y: torch.Tensor,
     tiles: ExpertTiles,
     lora: ExpertLora,
-    activation: GatedActivation,
+    activation: ExpertActivation,
     *,
     programmatic_launch: bool,
 ) -> torch.Tensor:
     """Add LoRA to gate and up of experts, as `add_expert_lora` does, and apply the activation to
-    y's halves, gate first -> `[rows, sum(widths) / 2]`. widths: of the halves, or of both in
-    one. Two kernels; y stays as it is.
+    y's halves, gate first -> `[rows, sum(widths) / 2]`; without gate to all of y. widths: of the
+    halves, or of both in one. Two kernels; y stays as it is.
     """
     check_expert_lora(y, tiles, lora)
     if len(set(lora.widths)) > 1:
         raise ValueError(f"gate and up must be as wide as each other: {lora.widths}")
-    out = torch.empty(len(y), y.shape[1] // 2, dtype=y.dtype, device=y.device)
+    inner = y.shape[1] // 2 if has_gate(activation) else y.shape[1]
+    out = torch.empty(len(y), inner, dtype=y.dtype, device=y.device)
     bridge = _shrink(x, tiles, lora, PDL=programmatic_launch)
     _expand(bridge, y, out, tiles, lora, activation, PDL=programmatic_launch)
     return out
@@ -102,7 +108,7 @@ def _expand(
     out: torch.Tensor,
     tiles: ExpertTiles,
     lora: ExpertLora,
-    activation: GatedActivation | None,
+    activation: ExpertActivation | None,
     *,
     PDL: bool,
 ) -> None:
@@ -122,6 +128,7 @@ def _expand(
         SECOND=sum(lora.widths[1:]),
         BLOCK_N=_BLOCK_N,
         ACTIVATION=activation,
+        GATED=has_gate(activation),
         PDL=PDL,
         num_warps=4,
         launch_pdl=PDL,
@@ -184,6 +191,7 @@ def _expand_rows_kernel(
     SECOND: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """A program takes some features of a row. Without an activation a row that nothing is added to
@@ -200,6 +208,13 @@ def _expand_rows_kernel(
             y = tl.load(y_ptr + at, mask=inside, other=0.0).to(tl.float32)
             y += _delta(of, y_ptr, n, inside, FIRST, 0)
             tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=inside)
+    elif not GATED:
+        inside, at = n < FIRST, row * FIRST + n
+        y = tl.load(y_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        if slot >= 0:
+            y += _delta(of, y_ptr, n, inside, FIRST, 0)
+        inner = activated_alone(y, ACTIVATION).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + at, inner, mask=inside)
     else:
         HALF: tl.constexpr = (FIRST + SECOND) // 2
         inside, at = n < HALF, row * (2 * HALF) + n

@@ -9,7 +9,12 @@ import triton
 import triton.language as tl
 
 from loraplex.server.kernels.launch.launch import follow
-from loraplex.server.kernels.pointwise.gated import GatedActivation, activated
+from loraplex.server.kernels.pointwise.gated import (
+    ExpertActivation,
+    activated,
+    activated_alone,
+    has_gate,
+)
 
 # With more rows, or where rows share experts, tiles read less.
 _MOST_ROWS = 16
@@ -27,17 +32,17 @@ def row_product(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     experts: torch.Tensor,
-    activation: GatedActivation | None = None,
+    activation: ExpertActivation | None = None,
     *,
     programmatic_launch: bool,
 ) -> torch.Tensor:
     """Multiply each row by the matrix of its expert, as `grouped_product` does. x: `[tokens, in]`,
     or `[rows, in]`, contiguous; weight: `[experts, out, in]`, contiguous; bias: `[experts, out]`;
-    experts: int32 `[rows]` -> `[rows, out]`, or of an activation `[rows, out / 2]`. float32
+    experts: int32 `[rows]` -> `[rows, out]`, or of a gated activation `[rows, out / 2]`. float32
     inside. One kernel.
     """
     rows, (_, out, features) = len(experts), weight.shape
-    width = out if activation is None else out // 2
+    width = out // 2 if has_gate(activation) else out
     y = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     _row_kernel[(rows * triton.cdiv(width, _BLOCK_N),)](
         x,
@@ -52,6 +57,7 @@ def row_product(
         BLOCK_K=_BLOCK_K if features % _BLOCK_K == 0 else _BLOCK_K // 2,
         BIAS=bias is not None,
         ACTIVATION=activation,
+        HALVES=2 if has_gate(activation) else 1,
         PDL=programmatic_launch,
         num_warps=4,
         launch_pdl=programmatic_launch,
@@ -73,13 +79,13 @@ def _row_kernel(
     BLOCK_K: tl.constexpr,
     BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    HALVES: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """A program takes some output features of a row, with an activation those of gate and up.
+    """A program takes some output features of a row, with a gate those of gate and up.
     SHARE: rows with the same input."""
     follow(PDL)
     BLOCKS: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
-    HALVES: tl.constexpr = 1 if ACTIVATION is None else 2
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)
     n = tl.program_id(0) % BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
     expert = tl.load(experts_ptr + row).to(tl.int64)
@@ -107,4 +113,6 @@ def _row_kernel(
         if BIAS:
             of_up += tl.load(bias_ptr + feature + WIDTH).to(tl.float32)
         result = activated(result, of_up, ACTIVATION)
+    elif ACTIVATION is not None:
+        result = activated_alone(result, ACTIVATION)
     tl.store(y_ptr + row * WIDTH + n, result.to(y_ptr.dtype.element_ty), mask=n < WIDTH)

@@ -20,6 +20,8 @@ Activation = Literal["silu", "gelu_tanh"]
 # `clamped_swiglu`: experts whose gate and up are clamped, see
 # `loraplex.server.model.spec.moe_spec`.
 GatedActivation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+# `relu2`, the square of what is positive, has no gate.
+ExpertActivation = GatedActivation | Literal["relu2"]
 
 _BLOCK = 1024
 _ALPHA, _LIMIT = tl.constexpr(1.702), tl.constexpr(7.0)
@@ -106,6 +108,11 @@ def _gated_kernel(
         store_rounded(to_rounded, rows, row, out.to(tl.float32), first, INNER, GROUP)
 
 
+def has_gate(activation: ExpertActivation | None) -> bool:
+    """Whether the activation takes the halves of a product, gate and up."""
+    return activation is not None and activation != "relu2"
+
+
 @triton.jit
 def activated(gate: tl.tensor, up: tl.tensor, ACTIVATION: tl.constexpr) -> Any:
     """`gate / (1 + e^-x) * up`: with x = gate that is silu's, with `x = sqrt(8 / pi) * (gate +
@@ -126,3 +133,11 @@ def activated(gate: tl.tensor, up: tl.tensor, ACTIVATION: tl.constexpr) -> Any:
         tl.static_assert(ACTIVATION == "silu")
     root = tl.rsqrt(1.0 + tl.exp2(-1.4426950408889634 * x))
     return gate * (root * root) * up
+
+
+@triton.jit
+def activated_alone(x: tl.tensor, ACTIVATION: tl.constexpr) -> Any:
+    """The activation of a product without gate."""
+    tl.static_assert(ACTIVATION == "relu2")
+    positive = tl.maximum(x, 0.0)
+    return positive * positive

@@ -1,18 +1,21 @@
 """Experts of a layer by the GPU's kernels."""
 
 import torch
+from torch.nn import functional
 
 from loraplex.server.kernels.launch.configs import KernelConfigs
-from loraplex.server.kernels.moe.choose import assign_experts
+from loraplex.server.kernels.moe.choose import ChoiceRule, assign_experts
 from loraplex.server.kernels.moe.expert_lora import ExpertLora, add_expert_lora
 from loraplex.server.kernels.moe.grouped import GroupedShape, grouped_product, grouped_shape
-from loraplex.server.kernels.moe.row_lora import MOST_ROWS, add_row_lora, gated_row_lora
+from loraplex.server.kernels.moe.row_lora import MOST_ROWS, activated_row_lora, add_row_lora
 from loraplex.server.kernels.moe.row_product import row_product, rows_are_few
 from loraplex.server.kernels.moe.tiles import ExpertTiles
-from loraplex.server.kernels.pointwise.gated import GatedActivation, gated
+from loraplex.server.kernels.pointwise.gated import ExpertActivation, gated
+from loraplex.server.model.linear.dense import DenseLinear
 from loraplex.server.model.linear.experts import ExpertsLinear, MoeWeights
 from loraplex.server.model.lora.lora import AdapterTable
 from loraplex.server.model.lora.sites import BranchSites, Site
+from loraplex.server.model.ops import pointwise
 from loraplex.server.model.ops.device_lora import DeviceLora
 from loraplex.server.model.ops.lora_linear import ByExperts
 from loraplex.server.model.ops.products import Products
@@ -39,23 +42,16 @@ class Experts:
         says. sites: of the experts."""
         spec = weights.spec
         shape = grouped_shape(len(x), spec.top_k, spec.experts)
+        rule, early = choice_rule(weights, x.dtype), self._early
         tiles, shares = assign_experts(
-            logits,
-            spec.top_k,
-            shape.tile_rows,
-            of_chosen=spec.rule != "softmax_top_k",
-            rounded=not spec.wide_weights,
-            scales=weights.scales,
-            programmatic_launch=self._early,
+            logits, spec.top_k, shape.tile_rows, rule, programmatic_launch=early
         )
         cut, activation = (tiles, shape), spec.activation
-        if activation == "relu2":
-            raise TypeError("no kernel computes experts without gate")
         if lora is None:
             inner = self._product(x, weights.gate_up, cut, activation)
             return ByExperts(self._product(inner, weights.down, cut), shares)
         of_gate_up, of_down = (self._lora_at(site, lora) for site in sites)
-        inner = self._gated_adapted(x, weights.gate_up, cut, of_gate_up, activation)
+        inner = self._activated_adapted(x, weights.gate_up, cut, of_gate_up, activation)
         return ByExperts(self._adapted(inner, weights.down, cut, of_down), shares)
 
     def _lora_at(self, site: Site, lora: DeviceLora) -> ExpertLora:
@@ -66,7 +62,7 @@ class Experts:
         x: torch.Tensor,
         linear: ExpertsLinear,
         cut: tuple[ExpertTiles, GroupedShape],
-        activation: GatedActivation | None = None,
+        activation: ExpertActivation | None = None,
     ) -> torch.Tensor:
         weight, early, tiles = linear.weight, self._early, cut[0]
         if isinstance(weight, torch.Tensor) and rows_are_few(
@@ -77,19 +73,21 @@ class Experts:
             )
         return grouped_product(x, weight, linear.bias, *cut, activation, programmatic_launch=early)
 
-    def _gated_adapted(
+    def _activated_adapted(
         self,
         x: torch.Tensor,
         linear: ExpertsLinear,
         cut: tuple[ExpertTiles, GroupedShape],
         lora: ExpertLora,
-        activation: GatedActivation,
+        activation: ExpertActivation,
     ) -> torch.Tensor:
-        """The activation of the product of gate and up with its LoRA."""
+        """The activation of the product of gate and up, or of up alone, with its LoRA."""
         y, early = self._product(x, linear, cut), self._early
         if len(y) <= MOST_ROWS:
-            return gated_row_lora(x, y, cut[0], lora, activation, programmatic_launch=early)
+            return activated_row_lora(x, y, cut[0], lora, activation, programmatic_launch=early)
         add_expert_lora(x, y, cut[0], lora, programmatic_launch=early)
+        if activation == "relu2":
+            return pointwise.activated(y, activation)
         return gated(y, None, activation, programmatic_launch=early)
 
     def _adapted(
@@ -104,3 +102,26 @@ class Experts:
         add = add_row_lora if len(y) <= MOST_ROWS else add_expert_lora
         add(x, y, cut[0], lora, programmatic_launch=self._early)
         return y
+
+
+def choice_rule(weights: MoeWeights, dtype: torch.dtype) -> ChoiceRule:
+    """The rule of a layer's router. dtype: of the model."""
+    spec = weights.spec
+    return ChoiceRule(
+        of_chosen=spec.rule == "top_k_softmax" or spec.rule.endswith("normed"),
+        rounded=None if spec.wide_weights else dtype,
+        sigmoid=spec.rule.startswith("sigmoid"),
+        floor=spec.norm_floor,
+        added=spec.norm_added,
+        factor=spec.factor,
+        groups=spec.groups,
+        correction=weights.correction,
+        scales=weights.scales,
+    )
+
+
+def wide_logits(x: torch.Tensor, router: DenseLinear) -> torch.Tensor:
+    """A router's logits in float32. x: `[tokens, hidden]` -> `[tokens, experts]`."""
+    if not x.is_cuda:
+        return functional.linear(x.float(), router.weight.float())
+    return torch.mm(x, router.weight.T, out_dtype=torch.float32)

@@ -23,8 +23,8 @@ def unsupported(model: ModelSpec, dtype: str, capability: tuple[int, int]) -> st
     if any(attention.norms_rotated for attention in model.attentions.values()):
         return "the kernels norm q and k before the rotation, the model behind it"
     experts = (feed for layer in model.layers for feed in layer.feed_forwards)
-    if any(isinstance(feed, MoeSpec) and not feed.is_plain for feed in experts):
-        return "the kernels choose experts by the softmax of logits alone"
+    if any(isinstance(feed, MoeSpec) and feed.rule == "sparse_mixer" for feed in experts):
+        return "the kernels choose all experts of a token at once, the model one after the other"
     widest = _WIDEST_HEAD if model.is_causal else _WIDEST_OF_TEXTS
     for size in {attention.head_dim for attention in model.attentions.values()}:
         if size % _HEAD_DIM_STEP or size > widest:

@@ -138,6 +138,18 @@ class LoraLinear:
         self._shrink(x, lora, site, after_input=False)
         self._expand(y, lora, site, lora.workspace, accumulate=True)
 
+    def delta(self, x: torch.Tensor, y: torch.Tensor, lora: DeviceLora, site: Site) -> torch.Tensor:
+        """LoRA of a product y in float32, whose adapters' factors and biases y takes. Returns
+        `[tokens, out]`, of x's dtype."""
+        found = torch.zeros(y.shape, dtype=x.dtype, device=x.device)
+        if lora.strategies[site.role] is Strategy.FUSED:
+            nothing = DenseLinear(x.new_zeros(y.shape[1], x.shape[1]))
+            return self._fused(Gemm(x, nothing, found), lora, site).y
+        _scale(y, lora, site)
+        self._shrink(x, lora, site, after_input=False)
+        self._expand(found, lora, site, lora.workspace, accumulate=True)
+        return found
+
     def add_embedding(
         self, token_ids: torch.Tensor, y: torch.Tensor, lora: DeviceLora, site: Site
     ) -> None:

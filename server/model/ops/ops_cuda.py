@@ -36,7 +36,7 @@ from loraplex.server.model.ops import pointwise, states_cuda
 from loraplex.server.model.ops.attention_cuda import NOTHING, Attention, PagedAttention
 from loraplex.server.model.ops.cache_pages import cache_pages
 from loraplex.server.model.ops.device_lora import DeviceLora, LoraBatches
-from loraplex.server.model.ops.experts_cuda import Experts
+from loraplex.server.model.ops.experts_cuda import Experts, wide_logits
 from loraplex.server.model.ops.lora_linear import (
     ByExperts,
     Deferred,
@@ -536,5 +536,10 @@ class CudaOps:
         sites: BranchSites,
     ) -> LinearOutput:
         lora = lora if lora is not None and lora.expert_sites else None
-        logits = self.complete(self.linear(routed_by, weights.router, lora, sites[0]))
+        if weights.spec.wide_router:
+            logits = wide_logits(routed_by, weights.router)
+            if lora is not None:
+                logits = logits + self._lora_linear.delta(routed_by, logits, lora, sites[0])
+        else:
+            logits = self.complete(self.linear(routed_by, weights.router, lora, sites[0]))
         return self._experts.run(x, logits, weights, lora, sites[1:])

@@ -21,7 +21,6 @@ RouterRule = Literal[
     "sigmoid_top_k_normed",
     "sparse_mixer",
 ]
-_OF_SOFTMAX: tuple[RouterRule, ...] = ("softmax_top_k", "softmax_top_k_normed", "top_k_softmax")
 
 # Of `clamped_swiglu`: `gate * sigmoid(ALPHA * gate) * (up + 1)`, with the gate at most LIMIT and up
 # between -LIMIT and LIMIT.
@@ -86,14 +85,6 @@ class MoeSpec(FeedForwardSpec, frozen=True):
     margin: float = 0.0
     router_norm: NormSpec | None = None
     scales: str = ""
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the softmax of logits alone chooses experts and weighs them, and these have a
-        gate."""
-        others = self.correction is not None or self.groups != (1, 1) or self.factor != 1.0
-        others = others or self.activation == "relu2"
-        return not others and self.rule in _OF_SOFTMAX
 
     @property
     def chooser(self) -> LinearSpec:

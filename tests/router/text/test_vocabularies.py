@@ -215,17 +215,17 @@ def check_stops(name: str, seed: int, count: int) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_any_ids_in_any_cuts(name: str) -> None:
-    check_any_ids(name, seed=1, count=150)
+    check_any_ids(name, seed=1, count=60)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_hard_texts(name: str) -> None:
-    check_hard_texts(name, seed=2, count=80)
+    check_hard_texts(name, seed=2, count=50)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_stop_strings_at_all_borders(name: str) -> None:
-    check_stops(name, seed=3, count=60)
+    check_stops(name, seed=3, count=40)
 
 
 @pytest.mark.exhaustive

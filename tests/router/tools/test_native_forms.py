@@ -16,6 +16,7 @@ from loraplex.router.shape.lark import Lark
 from loraplex.router.tools.formats.format import ToolFormat
 from loraplex.router.tools.registry import FORMATS
 from loraplex.router.tools.tools import Tool, Tools
+from tests.grids import sparse
 from tests.router.tools.call_reading import read
 from tests.router.tools.cuts import check_cuts
 from tests.router.tools.native import NATIVE, TOOLS, Call, call, honoured_tools, value
@@ -101,7 +102,7 @@ def reader_of(name: str) -> PartsReader:
 
 @pytest.mark.parametrize("name", sorted(NATIVE))
 def test_made_up_calls_are_read(name: str) -> None:
-    check_reading(name, name, cut=20, count=30)
+    check_reading(name, name, cut=20, count=20)
 
 
 @pytest.mark.exhaustive
@@ -111,8 +112,7 @@ def test_all_of_them_are_read_wherever_they_are_cut(name: str) -> None:
     check_reading(name, name, cut=1)
 
 
-@pytest.mark.parametrize("special", [False, True])
-@pytest.mark.parametrize("name", sorted(NATIVE))
+@pytest.mark.parametrize(("name", "special"), sparse(sorted(NATIVE), [False, True]))
 def test_the_grammar_lets_native_forms_through(name: str, special: bool) -> None:
     random = Random(name)
     strict = Tools(tuple(Tool(t.name, t.description, t.parameters, True) for t in TOOLS))
@@ -143,8 +143,7 @@ WRONG: dict[str, tuple[Tools, list[Call]]] = {
 }
 
 
-@pytest.mark.parametrize("special", [False, True])
-@pytest.mark.parametrize("name", sorted(NATIVE))
+@pytest.mark.parametrize(("name", "special"), sparse(sorted(NATIVE), [False, True]))
 def test_the_grammar_stops_what_is_wrong(name: str, special: bool) -> None:
     written = {wrong: (tools, NATIVE[name].write(calls)) for wrong, (tools, calls) in WRONG.items()}
     passed = [

@@ -14,6 +14,7 @@ from loraplex.adapters.grammar.limits import GrammarLimits
 from loraplex.router.shape.lark import Lark
 from loraplex.router.tools.registry import FORMATS
 from loraplex.router.tools.tools import Tool, Tools
+from tests.grids import sparse
 from tests.router.tools.call_reading import read
 from tests.router.tools.native import NATIVE, honoured_tools
 from tests.vocabularies import byte_vocabulary
@@ -56,8 +57,7 @@ TOOLS = (
 SCHEMAS = {tool.name: tool.parameters or {"maxProperties": 0} for tool in TOOLS}
 
 
-@pytest.mark.parametrize("parallel", [False, True])
-@pytest.mark.parametrize("name", sorted(FORMATS))
+@pytest.mark.parametrize(("name", "parallel"), sparse(sorted(FORMATS), [False, True]))
 def test_what_the_grammar_lets_through_is_calls(name: str, parallel: bool) -> None:
     tools = Tools(TOOLS, "required", parallel=parallel)
     first = _matcher(name, tools)
@@ -76,8 +76,7 @@ def test_what_the_grammar_lets_through_is_calls(name: str, parallel: bool) -> No
     assert finished > _ANSWERS // 2
 
 
-@pytest.mark.parametrize("parallel", [False, True])
-@pytest.mark.parametrize("name", sorted(FORMATS))
+@pytest.mark.parametrize(("name", "parallel"), sparse(sorted(FORMATS), [False, True]))
 def test_calls_among_text_keep_to_the_schemas_of_strict_tools(name: str, parallel: bool) -> None:
     tools = Tools(tuple(replace(tool, strict=True) for tool in TOOLS), parallel=parallel)
     first = _matcher(name, tools)

@@ -114,12 +114,6 @@ def moe(
     )
 
 
-def stacked(linear: LinearSpec) -> LinearSpec:
-    """Return experts that checkpoints store as one tensor."""
-    assert linear.stored is not None
-    return replace(linear, stored=ExpertStorage(linear.stored.path, "stacked"))
-
-
 def _chooser(role: Role, hidden: int, outputs: int, path: str, other: str = "") -> LinearSpec:
     """Make a product that every device computes whole. other: its path elsewhere, if any."""
     part = Part(path, outputs, aliases=(other,) if other else ())

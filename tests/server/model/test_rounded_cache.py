@@ -182,6 +182,8 @@ def test_a_gpu_that_does_not_convert_fp8_is_refused() -> None:
         ("llama2", "int8"),
         pytest.param("gemma2", "fp8", marks=pytest.mark.exhaustive),
         pytest.param("gemma2", "int8", marks=pytest.mark.exhaustive),
+        pytest.param("gemma4-inputs", "fp8", marks=pytest.mark.exhaustive),
+        pytest.param("gemma4-inputs", "int8", marks=pytest.mark.exhaustive),
     ],
 )
 def test_by_the_kernels(
@@ -189,6 +191,8 @@ def test_by_the_kernels(
 ) -> None:
     """In graphs and in steps with prompts, with adapters and without, as the reference."""
     small: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 64, "head_dim": 16}
+    if name == "gemma4-inputs":  # of which a layer reads another one's keys
+        small |= {"layer_types": ["full_attention"] * 2, "global_head_dim": 32}
     zoo = {each: ZOO[each](SEVEN) for each in ("rank16", "rank3_rslora")}
     model = make_model(name, **small)
     with small_pair(model, zoo, tmp_path, monkeypatch, kv_dtype=kv_dtype) as pair:

@@ -268,13 +268,10 @@ def _read_experts(fields: Fields, sizes: family.ModelSizes) -> MoeSpec:
     if top_k > count:
         fields.refuse(f"top_k_experts is {top_k}, but there are {count} experts")
     moe = experts.moe(sizes.hidden, size, (count, top_k), _EXPERTS, "softmax_top_k_normed")
-    gate_up, down = (experts.stacked(linear) for linear in (moe.gate_up, moe.down))
     root = sizes.hidden**-0.5
     norm = NormSpec("router", sizes.hidden, sizes.epsilon, factor=root, name="scale")
     return replace(
         moe,
-        gate_up=gate_up,
-        down=down,
         wide_weights=True,
         router_norm=norm,
         scales="router.per_expert_scale",

@@ -10,7 +10,7 @@ from loraplex.server.model.families import experts, family
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.families.readers import mamba
 from loraplex.server.model.families.rope import read_rope
-from loraplex.server.model.spec.linear_spec import LinearSpec, Part
+from loraplex.server.model.spec.linear_spec import ExpertStorage, LinearSpec, Part
 from loraplex.server.model.spec.model_spec import LayerSpec, MlpSpec, ModelSpec
 from loraplex.server.model.spec.moe_spec import MoeSpec
 
@@ -101,8 +101,13 @@ def _read_experts(fields: Fields, sizes: family.ModelSizes) -> MoeSpec:
     experts.refuse_other_activation(fields)
     counts = experts.read_counts(fields, default=8, default_of_token=2)
     moe = experts.moe(sizes.hidden, sizes.inner, counts, _NAMES, "top_k_softmax")
-    gate_up, down = (experts.stacked(linear) for linear in (moe.gate_up, moe.down))
+    gate_up, down = (_stacked(linear) for linear in (moe.gate_up, moe.down))
     return replace(moe, gate_up=gate_up, down=down)
+
+
+def _stacked(linear: LinearSpec) -> LinearSpec:
+    assert linear.stored is not None
+    return replace(linear, stored=ExpertStorage(linear.stored.path, "stacked"))
 
 
 def _read_shared(fields: Fields, sizes: family.ModelSizes, *, is_alone: bool) -> MlpSpec:

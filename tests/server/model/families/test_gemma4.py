@@ -26,9 +26,11 @@ from tests.server.model.families.parity import (
     prompt,
 )
 from tests.server.model.hub_models import add_adapter, make_model, save_model
+from tests.server.model.quantised.formats import FORMATS
 from tests.server.model.slabs import pack_folder, spec_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+EXHAUSTIVE = pytest.mark.exhaustive
 # Both kinds of keys are read by two layers.
 SIX: dict[str, Any] = {
     "num_hidden_layers": 6,
@@ -137,6 +139,58 @@ def test_lora_of_keys_that_nobody_reads_is_left_out(tmp_path: Path) -> None:
     save_file({**tensors, **beyond}, path)
     with pytest.raises(AdapterError, match="layers.7"):
         pack_folder(tmp_path / "some", spec_of(model))
+
+
+@pytest.mark.parametrize("form", ["ct-nvfp4", pytest.param("fp8-tensor", marks=EXHAUSTIVE)])
+def test_quantised_experts_each_apart(form: str, tmp_path: Path) -> None:
+    """As published checkpoints have them; transformers' own are two tensors a layer."""
+    model = make_model("gemma4-moe", moe_intermediate_size=32)
+    folder = save_model(model, tmp_path)
+    path = folder / "model.safetensors"
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(path).items():
+        stem, _, last = name.rpartition(".")
+        if not stem.endswith(".experts"):
+            tensors[name] = tensor
+            continue
+        parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
+        values = [
+            [FORMATS[form].pack(weight) for weight in of_one.chunk(len(parts))] for of_one in tensor
+        ]
+        for expert, found in enumerate(values):
+            for part, (packed, _) in zip(parts, found, strict=True):
+                module = f"{stem}.{expert}.{part}"
+                tensors |= {f"{module}.{s}": t.contiguous().clone() for s, t in packed.items()}
+        wanted = torch.stack([torch.cat([value for _, value in each]) for each in values])
+        model.get_parameter(name).data.copy_(wanted)
+    save_file(tensors, path)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = FORMATS[form].config
+    (folder / "config.json").write_text(json.dumps(config))
+    driver = Driver(folder, activations="bf16")
+    stream = Stream(driver, 0, prompt(11, 0), sampling=GREEDY)
+    generate(driver, [stream], 4, 5)
+    assert_parity(model, None, stream)
+    driver.close()
+
+
+def test_drafts_change_no_answer(tmp_path: Path) -> None:
+    model = make_model("gemma4-inputs", **SIX)
+    driver = Driver(save_model(model, tmp_path))
+    plain, drafted = (Stream(driver, row, prompt(9, 3), sampling=GREEDY) for row in range(2))
+    generate(driver, [plain], 12, 64)
+    began = driver.step
+    said = plain.tokens
+    # Every third token is wrong.
+    drafted.draft = lambda tokens: [
+        token if place % 3 else (token + 1) % 90
+        for place, token in enumerate(said[len(tokens) : len(tokens) + 4], len(tokens))
+    ]
+    generate(driver, [drafted], 12, 64)
+    assert drafted.tokens[: len(said)] == said
+    assert driver.step - began < 10
+    assert_parity(model, None, drafted)
+    driver.close()
 
 
 def test_no_adapter_has_new_ids_where_layers_have_a_table() -> None:

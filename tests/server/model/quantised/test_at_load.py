@@ -90,7 +90,7 @@ def test_shapes_that_a_scheme_does_not_take_stay_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "nf4"])
-@pytest.mark.parametrize("name", rows(["llama3", "qwen2", "gemma3", *ADAPTED_KIN]))
+@pytest.mark.parametrize("name", rows(["llama3", "qwen2", "gemma3", "gemma4-inputs", *ADAPTED_KIN]))
 def test_served_with_adapters(name: str, scheme: AtLoad, tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"intermediate_size": 128}
     base = make_model(name, **sizes)

@@ -1,9 +1,10 @@
 """How a machine's GPUs are divided among the workers of `loraplex serve`. Pure."""
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
+from loraplex.adapters.common.option import option
 from loraplex.launcher.options import MAX_PORT, OptionError
 
 # Whether GPUs hold a model, each a part: not at all, with little room for keys and values, or well.
@@ -14,34 +15,28 @@ Fit = Literal["no", "tight", "well"]
 class AskedGroups:
     """Options of `loraplex serve` alone. None = it is chosen here."""
 
-    worker_count: int | None = field(
-        default=None,
-        metadata={
-            "flag": "workers",
-            "min": 1,
-            "max": 64,
-            "unset": "auto",
-            "help": "copies of the model on this machine, each on GPUs of its own (auto: as many as"
-            " its GPUs hold; on a CPU one)",
-        },
+    worker_count: int | None = option(
+        None,
+        "copies of the model on this machine, each on GPUs of its own (auto: as many as"
+        " its GPUs hold; on a CPU one)",
+        flag="workers",
+        min=1,
+        max=64,
+        unset="auto",
     )
-    tp: int | None = field(
-        default=None,
-        metadata={
-            "min": 1,
-            "max": 64,
-            "unset": "auto",
-            "help": "GPUs of a worker, each with a part of every matrix (tensor parallelism); on a"
-            " CPU processes (auto: as few as hold the model)",
-        },
+    tp: int | None = option(
+        None,
+        "GPUs of a worker, each with a part of every matrix (tensor parallelism); on a"
+        " CPU processes (auto: as few as hold the model)",
+        min=1,
+        max=64,
+        unset="auto",
     )
-    worker_metrics_port: int = field(
-        default=0,
-        metadata={
-            "max": MAX_PORT,
-            "help": "port of --host for a worker's /metrics and /health; each of several workers"
-            " takes the next (0 = none)",
-        },
+    worker_metrics_port: int = option(
+        0,
+        "port of --host for a worker's /metrics and /health; each of several workers"
+        " takes the next (0 = none)",
+        max=MAX_PORT,
     )
 
     @property

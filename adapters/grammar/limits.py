@@ -1,6 +1,8 @@
 """Limits on what a grammar may cost. Pure."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from loraplex.adapters.common.option import fixed
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,10 +13,10 @@ class GrammarLimits:
     compile_s: processor time of compiling it. memory_bytes: for compiling it.
     """
 
-    source_bytes: int = field(default=256 << 10, metadata={"fixed": True})
-    nesting: int = field(default=100, metadata={"fixed": True})
-    compile_s: float = field(default=5.0, metadata={"fixed": True})
-    memory_bytes: int = field(default=512 << 20, metadata={"fixed": True})
+    source_bytes: int = fixed(256 << 10)
+    nesting: int = fixed(100)
+    compile_s: float = fixed(5.0)
+    memory_bytes: int = fixed(512 << 20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,7 @@ class ServedGrammarLimits(GrammarLimits):
     compiled grammars, by their texts.
     """
 
-    mask_s: float = field(default=0.1, metadata={"fixed": True})
-    threads: int = field(default=3, metadata={"fixed": True})
-    cache_entries: int = field(default=256, metadata={"fixed": True})
-    cache_bytes: int = field(default=64 << 20, metadata={"fixed": True})
+    mask_s: float = fixed(0.1)
+    threads: int = fixed(3)
+    cache_entries: int = fixed(256)
+    cache_bytes: int = fixed(64 << 20)

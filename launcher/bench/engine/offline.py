@@ -315,7 +315,8 @@ class OfflineEngine:
 
     def load_adapters(self, count: int, rank: int) -> float:
         """Brings adapters to the device; returns the seconds."""
-        return self.run(Load(count, count, rank, 1, 1)) if count else 0.0
+        vector = None if self.executor.limits.writes else VectorParams()
+        return self.run(Load(count, count, rank, 1, 1, vector=vector)) if count else 0.0
 
     def _request(self, load: Load, number: int) -> Submit:
         """Makes a request for exactly so many tokens, where no grammar ends before."""

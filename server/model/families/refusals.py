@@ -93,9 +93,14 @@ _PARTS: tuple[_Part, ...] = (
     _Part("two streams of attention", named=("bi_data",)),
     _Part("actions beside text", named=("max_action_dim",)),
     _Part(
-        "attention to later tokens, which encoders have",
+        "scores of tokens with distances, which q and k of each adapter make (DeBERTa's attention)",
+        ("relative_attention", "pos_att_type", "c2p", "share_att_key"),
+    ),
+    _Part("a reader of this form of encoder", ("type_vocab_size", "is_encoder")),
+    _Part(
+        "attention to later tokens in a model that writes",
         (
-            *("type_vocab_size", "is_encoder", "use_lang_emb", "prefix_lm", "num_image_tokens"),
+            *("use_lang_emb", "prefix_lm", "num_image_tokens"),
             *("use_bidirectional_attention", "prompt_types"),
         ),
     ),

@@ -39,7 +39,7 @@ from loraplex.server.model.spec.model_spec import ModelSpec
 from loraplex.server.model.spec.page_groups import page_groups, page_heads
 from loraplex.server.model.spec.served_as import served_as, with_inputs_as_they_are
 from loraplex.server.model.steps.rows import Rows
-from loraplex.server.model.weights import ModelWeights, load_weights
+from loraplex.server.model.weights import INT8_SCALES, ModelWeights, load_weights
 
 log = logging.getLogger(__name__)
 
@@ -196,6 +196,7 @@ def _make_cache(
     if config.kv_dtype == "int8":
         rooms = 2 * config.page_size * page_heads(model)
         token_scales = torch.zeros(pages + 1, rooms, dtype=torch.float32, device=device)
+        scales = (INT8_SCALES,) * model.num_layers
     return KVCache(pool, model, groups, config.page_size, dtype, scales, token_scales)
 
 

@@ -51,10 +51,15 @@ log = logging.getLogger(__name__)
 
 
 class KvScales(NamedTuple):
-    """Scales of one layer's keys and of its values in FP8: `number * scale`."""
+    """Scales of one layer's keys and of its values in eight bits: `number * scale`, in int8 also
+    times that of the token's head."""
 
     k: float = 1.0
     v: float = 1.0
+
+
+# Kernels multiply weights and a head's scale of values in float16, which ends at 6e-8.
+INT8_SCALES = KvScales(v=2.0**-6)
 
 
 @dataclass(frozen=True, slots=True)

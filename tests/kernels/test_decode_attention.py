@@ -1,5 +1,7 @@
 """Decode attention against the obvious loop in float64: rotation, append, pieces, LoRA's delta."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -30,8 +32,10 @@ EPSILON = 1e-5
 
 @given(st.integers(1, 64), st.integers(1, 2048))
 def test_some_rows_take_every_shape(kv_heads: int, most: int) -> None:
-    warm = {_shape(kv_heads * rows, 4, 128) for rows in rows_of_each_shape(kv_heads, most)}
-    assert warm == {_shape(kv_heads * rows, 4, 128) for rows in range(1, most + 1)}
+    for narrow in (False, True):
+        shape = partial(_shape, group=4, head_dim=128, narrow=narrow)
+        warm = {shape(kv_heads * rows) for rows in rows_of_each_shape(kv_heads, most)}
+        assert warm == {shape(kv_heads * rows) for rows in range(1, most + 1)}
 
 
 class Case:

@@ -45,14 +45,15 @@ def read_whole(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 def whole_pages(k: torch.Tensor, v: torch.Tensor) -> CachePages:
     (k, k_scales), (v, v_scales) = in_whole(k), in_whole(v)
-    return CachePages(k, v, k_scales=k_scales, v_scales=v_scales)
+    return CachePages(k, v, 1.0, V_SCALE, k_scales, v_scales / V_SCALE)
 
 
 def stored(pages: CachePages) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values, as they are read."""
     if pages.k_scales is None or pages.v_scales is None:
         return pages.k.float() * pages.k_scale, pages.v.float() * pages.v_scale
-    return read_whole(pages.k, pages.k_scales), read_whole(pages.v, pages.v_scales)
+    v = read_whole(pages.v, pages.v_scales * pages.v_scale)
+    return read_whole(pages.k, pages.k_scales * pages.k_scale), v
 
 
 def assert_kept(found: torch.Tensor, exact: torch.Tensor, whole: bool, scale: float) -> None:

@@ -1,10 +1,13 @@
-"""The assembly that splits 4-bit codes, instruction by instruction as the PTX manual has them."""
+"""Assembly that splits 4-bit codes or widens int8, by the PTX manual's instructions."""
 
+import operator
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
 
+from loraplex.server.kernels.attention.pages import _WIDEN
 from loraplex.server.kernels.linear.split import split_of_codes, split_of_table
 from loraplex.server.model.linear.packed import packed
 from loraplex.server.model.linear.quantised import in_runs
@@ -31,8 +34,17 @@ def prmt(a: int, b: int, selector: int) -> int:
     return int.from_bytes(found, "little")
 
 
+def float16s(word: int) -> list[float]:
+    return torch.tensor([word], dtype=torch.uint32).view(torch.float16).tolist()
+
+
 def bfloat16s(word: int) -> list[float]:
     return torch.tensor([word], dtype=torch.uint32).view(torch.bfloat16).tolist()
+
+
+def sub(a: int, b: int) -> int:
+    rest = [x - y for x, y in zip(*map(float16s, (a, b)), strict=True)]
+    return int(torch.tensor(rest, dtype=torch.float16).view(torch.uint32).item())
 
 
 def fma(a: int, b: int, c: int) -> int:
@@ -40,9 +52,21 @@ def fma(a: int, b: int, c: int) -> int:
     return int(torch.tensor(sums, dtype=torch.bfloat16).view(torch.uint32).item())
 
 
-def run(assembly: str, word: int) -> list[int]:
-    """word: `$4`. Returns `$0` to `$3`."""
-    registers = {"$4": word}
+INSTRUCTIONS: dict[str, Callable[..., int]] = {
+    "mov": lambda a: a,
+    "and": operator.and_,
+    "xor": operator.xor,
+    "shr": operator.rshift,
+    "lop3": lop3,
+    "prmt": prmt,
+    "sub": sub,
+    "fma": fma,
+}
+
+
+def run(assembly: str, word: int, results: int = 4) -> list[int]:
+    """word: behind the results. Returns these, `$0` to `$3`."""
+    registers = {f"${results}": word}
 
     def value(name: str) -> int:
         return registers[name] if name in registers else int(name, 0)
@@ -51,23 +75,9 @@ def run(assembly: str, word: int) -> list[int]:
         name, _, rest = line.partition(" ")
         target, *sources = re.split(r",\s*", rest)
         of = [value(source) for source in sources]
-        match name.split(".")[0]:
-            case "mov":
-                found = of[0]
-            case "and":
-                found = of[0] & of[1]
-            case "shr":
-                found = of[0] >> of[1]
-            case "lop3":
-                found = lop3(*of)
-            case "prmt":
-                found = prmt(*of)
-            case "fma":
-                found = fma(*of)
-            case other:
-                raise AssertionError(f"{other} is not known here")
+        found = INSTRUCTIONS[name.split(".")[0]](*of)
         registers[target] = found & ALL
-    return [registers[f"${i}"] for i in range(4)]
+    return [registers[f"${i}"] for i in range(results)]
 
 
 def word_of(codes: list[int]) -> int:
@@ -75,6 +85,14 @@ def word_of(codes: list[int]) -> int:
     pairs = packed(torch.tensor([codes], dtype=torch.uint8), 4)
     word = in_runs(pairs, RUN).view(torch.int32).item()
     return int(word) & ALL
+
+
+def test_bytes_of_int8() -> None:
+    for first in range(-128, 128, 4):
+        numbers = list(range(first, first + 4))
+        word = int(torch.tensor(numbers, dtype=torch.int8).view(torch.uint32).item())
+        found = run(_WIDEN.value, word, results=2)
+        assert [value for word in found for value in float16s(word)] == numbers
 
 
 CODES = [[0, 1, 2, 3, 4, 5, 6, 7], [15, 14, 13, 12, 11, 10, 9, 8], [3, 12, 7, 0, 15, 8, 1, 10]]

@@ -18,8 +18,11 @@ from loraplex.server.kernels.attention.pages import (
     CachePages,
     as_stored,
     as_whole,
+    for_pages,
     head_scales,
     place_in_pages,
+    scaled_weights,
+    widened,
 )
 from loraplex.server.kernels.attention.rotation import (
     QkNorm,
@@ -115,7 +118,8 @@ def decode_attention(
     sizes = (heads * head_dim, kv_heads * head_dim)
     factors = norm_factors(qkv, pending, norm, sizes, programmatic_launch=programmatic_launch)
     group = heads // kv_heads
-    block_n, num_warps = _shape(kv_heads * len(qkv), group, head_dim)
+    narrow = cache.k.dtype.itemsize == 1
+    block_n, num_warps = _shape(kv_heads * len(qkv), group, head_dim, narrow=narrow)
     _decode_attention_kernel[(kv_heads, work.items.shape[1])](
         qkv,
         *delta_arguments(qkv, pending),
@@ -158,14 +162,15 @@ def rows_of_each_shape(kv_heads: int, most: int) -> list[int]:
     return [rows for bound in (1, _SOME, _MANY) if (rows := -(-bound // kv_heads)) <= most]
 
 
-def _shape(programs: int, group: int, head_dim: int) -> tuple[int, int]:
+def _shape(programs: int, group: int, head_dim: int, *, narrow: bool = False) -> tuple[int, int]:
     """Tokens of a tile, of which a step takes two, and warps: few programs keep much in flight
-    each, many together, and one warp waits for no other. group: query heads of a kv head."""
+    each, many together, and one warp waits for no other. group: query heads of a kv head. narrow:
+    keys have eight bits."""
     width = triton.next_power_of_2(head_dim)
     if programs < _SOME:
-        return max(16, 8192 // width), 4
+        return max(16, (4096 if narrow else 8192) // width), 4
     if programs < _MANY:
-        return max(16, 4096 // width), 4
+        return max(16, 4096 // width), 2 if narrow else 4
     sums = max(16, triton.next_power_of_2(group)) * width
     return 16, min(4, max(1, sums // _SUMS_OF_A_WARP))
 
@@ -427,8 +432,8 @@ def _attend_piece(
             new_v = _load_halves(v_ptr + place, v_ptr, False, HALF, BLOCK_H)
     elif scales is not None:
         at = page * scales[2] + position % PAGE_SIZE
-        new_k = _keep_whole(new_k, k_ptr + place, scales[0] + at, kept, HALF, BLOCK_H)
-        new_v = _keep_whole(new_v, v_ptr + place, scales[1] + at, kept, HALF, BLOCK_H)
+        new_k = _keep_whole(new_k, cache[2], k_ptr + place, scales[0] + at, kept, HALF, BLOCK_H)
+        new_v = _keep_whole(new_v, cache[3], v_ptr + place, scales[1] + at, kept, HALF, BLOCK_H)
     else:
         new_k = _keep(new_k, cache[2], k_ptr + place, kept, HALF, BLOCK_H)
         new_v = _keep(new_v, cache[3], v_ptr + place, kept, HALF, BLOCK_H)
@@ -437,8 +442,9 @@ def _attend_piece(
         g = tl.arange(0, BLOCK_G)
         sink = tl.load(sinks_ptr + kv_head * GROUP + g, mask=g < GROUP, other=0.0).to(tl.float32)
         so_far = _with_sink(so_far, tl.where(is_last, sink * LOG2_E, NO_SCORE))
+    q = (for_pages(_padded(q[0], BLOCK_G), k_ptr), for_pages(_padded(q[1], BLOCK_G), k_ptr))
     return _attend(
-        (_padded(q[0], BLOCK_G), _padded(q[1], BLOCK_G)), so_far,
+        q, so_far,
         begin, tl.minimum(begin + piece, position), seen, pages_ptr, k_ptr, v_ptr, cache[5],
         scales, factors, TOKEN, HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_H, CAPPED, WINDOWED,
     )  # fmt: skip
@@ -482,6 +488,7 @@ def _keep(
 @triton.jit
 def _keep_whole(
     x: tl.tuple,
+    factor: tl.tensor,
     to_ptr: tl.tensor,
     scale_ptr: tl.tensor,
     kept: tl.tensor,
@@ -492,6 +499,7 @@ def _keep_whole(
     scales = head_scales(x[0], x[1])
     stored = (as_whole(x[0], scales), as_whole(x[1], scales))
     _store_halves(to_ptr, stored, kept, HALF, BLOCK_H)
+    scales *= factor
     tl.store(scale_ptr + tl.zeros((1, 1), tl.int32), scales, mask=kept > 0)
     return stored[0].to(tl.float32) * scales, stored[1].to(tl.float32) * scales
 
@@ -621,8 +629,8 @@ def _attend(
         of_y = tl.exp2(of_y * outer - higher[:, None])
         total = total * decay + tl.sum(of_x + of_y, axis=1)
         if scales is not None:
-            of_x *= _scales_of(scales[1], sx, x_live)
-            of_y *= _scales_of(scales[1], sy, y_live)
+            of_x = scaled_weights(of_x, _scales_of(scales[1], sx, x_live))
+            of_y = scaled_weights(of_y, _scales_of(scales[1], sy, y_live))
         vx_a = tl.load((v_ptr + x) + at, mask=x_live[:, None] & inside, other=0.0)
         vx_b = tl.load((v_ptr + x) + (at + HALF), mask=x_live[:, None] & inside, other=0.0)
         vy_a = tl.load((v_ptr + y) + at, mask=y_live[:, None] & inside, other=0.0)
@@ -673,15 +681,15 @@ def _scales_of(scales_ptr: tl.tensor, start: tl.tensor, live: tl.tensor) -> Any:
 def _qk(q: tl.tuple, k_a: tl.tensor, k_b: tl.tensor) -> Any:
     """`[BLOCK_G, BLOCK_N]`."""
     dtype: tl.constexpr = q[0].dtype
-    of_a = tl.dot(q[0], tl.trans(k_a.to(dtype)), input_precision="ieee")
-    return tl.dot(q[1], tl.trans(k_b.to(dtype)), of_a, input_precision="ieee")
+    of_a = tl.dot(q[0], tl.trans(widened(k_a, dtype)), input_precision="ieee")
+    return tl.dot(q[1], tl.trans(widened(k_b, dtype)), of_a, input_precision="ieee")
 
 
 @triton.jit
 def _add_pv(q: tl.tuple, acc: tl.tensor, weight: tl.tensor, v: tl.tensor) -> Any:
     """A half of the sums, with those of a tile."""
     dtype: tl.constexpr = q[0].dtype
-    return tl.dot(weight.to(dtype), v.to(dtype), acc, input_precision="ieee")
+    return tl.dot(weight.to(dtype), widened(v, dtype), acc, input_precision="ieee")
 
 
 @triton.jit

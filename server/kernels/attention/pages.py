@@ -13,14 +13,25 @@ _FP8_MOST = tl.constexpr(448.0)
 _INT8_MOST = tl.constexpr(127.0)
 # Added and taken away again, it rounds a small float32 to a whole number, halves to even.
 _WHOLE = tl.constexpr(1.5 * 2**23)
+_FLOAT16_MOST = tl.constexpr(65504.0)
+# Four int8 as float16: 0x6400 | byte is 1024 + byte.
+_WIDEN = tl.constexpr("""{
+    .reg .b32 bytes, less;
+    mov.b32 less, 0x64806480;
+    xor.b32 bytes, $2, 0x80808080;
+    prmt.b32 $0, bytes, 0x64646464, 0x4140;
+    prmt.b32 $1, bytes, 0x64646464, 0x4342;
+    sub.rn.f16x2 $0, $0, less;
+    sub.rn.f16x2 $1, $1, less;
+    }""")
 _WIDENED_BLOCK = 4096
 
 
 class CachePages(NamedTuple):
     """Pages of one layer's keys and values. k, v: `[pages, page_size, kv_heads, head_dim]`, each
     page contiguous, of one stride from page to page; both of the queries' dtype, or both FP8
-    (E4M3): then keys are `k * k_scale`, values `v * v_scale`. In int8 each head of a token has
-    scales of its own: k_scales, v_scales, float32 `[pages, kv_heads, page_size]`, as contiguous.
+    (E4M3): then keys are `k * k_scale`, values `v * v_scale`. In int8 each head of a token has a
+    further factor: k_scales, v_scales, float32 `[pages, kv_heads, page_size]`, as contiguous.
     parts: of the layer's product: 3 = q, k and v; 2 = q and k, which is v before norm and rotation;
     1 = q alone, and new keys and values are in their pages already.
     """
@@ -146,6 +157,34 @@ def as_stored(x: tl.tensor, factor: tl.tensor, pages_ptr: tl.tensor) -> Any:
     if dtype == tl.float8e4nv:
         x = tl.minimum(tl.maximum(x.to(tl.float32) * factor, -_FP8_MOST), _FP8_MOST)
     return x.to(dtype)
+
+
+@triton.jit
+def for_pages(q: tl.tensor, pages_ptr: tl.tensor) -> Any:
+    """Queries in the dtype of products with what is stored. Numbers of eight bits become float16
+    in fewer instructions than bfloat16."""
+    if pages_ptr.dtype.element_ty.primitive_bitwidth == 8 and q.dtype == tl.bfloat16:
+        wide = q.to(tl.float32)
+        return tl.minimum(tl.maximum(wide, -_FLOAT16_MOST), _FLOAT16_MOST).to(tl.float16)
+    else:
+        return q
+
+
+@triton.jit
+def widened(x: tl.tensor, dtype: tl.constexpr) -> Any:
+    """Keys or values as they are stored, in the dtype of `for_pages`."""
+    if x.dtype == tl.int8 and dtype == tl.float16:
+        return tl.inline_asm_elementwise(
+            _WIDEN, "=r,=r,r", [x], dtype=tl.float16, is_pure=True, pack=4
+        )
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def scaled_weights(weights: tl.tensor, scales: tl.tensor) -> Any:
+    """Weights of values in int8 times their scales, at most the largest float16."""
+    return tl.minimum(weights * scales, _FLOAT16_MOST)
 
 
 @triton.jit

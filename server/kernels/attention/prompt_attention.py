@@ -14,7 +14,13 @@ import torch
 import triton
 import triton.language as tl
 
-from loraplex.server.kernels.attention.pages import CachePages, place_in_pages
+from loraplex.server.kernels.attention.pages import (
+    CachePages,
+    for_pages,
+    place_in_pages,
+    scaled_weights,
+    widened,
+)
 from loraplex.server.kernels.attention.scores import LOG2_E, NO_SCORE, ScoreRule, capped
 
 TILE_COLUMNS = 4
@@ -183,7 +189,7 @@ def _prompt_attention_kernel(
         head = kv_head * GROUP + m % GROUP
         row = (tl.load(tile_ptr + 1) + token).to(tl.int64) * (GROUP * KV_HEADS) + head
         at = row[:, None] * HEAD_DIM + d
-        q = tl.load(q_ptr + at, mask=d < HEAD_DIM, other=0.0)
+        q = for_pages(tl.load(q_ptr + at, mask=d < HEAD_DIM, other=0.0), k_ptr)
         top = tl.full((BLOCK_M,), NO_SCORE, tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         if SINKS:
@@ -292,7 +298,7 @@ def _attend(
         offset = token % form.page_size
         at = place_in_pages(page, offset, keys.stride, form.token)[:, None] + d
         k = tl.load(keys.k_ptr + at, mask=d < form.head_dim, other=0.0)
-        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+        scores = tl.dot(q, tl.trans(widened(k, q.dtype)), input_precision="ieee")
         if keys.scales is not None:
             scores *= tl.load(keys.scales[0] + page * keys.scales[2] + offset)[None, :]
         if form.capped:
@@ -308,10 +314,11 @@ def _attend(
         weights = tl.exp2(scores * outer - higher[:, None])
         total = total * decay + tl.sum(weights, axis=1)
         if keys.scales is not None:
-            weights *= tl.load(keys.scales[1] + page * keys.scales[2] + offset)[None, :]
+            of_values = tl.load(keys.scales[1] + page * keys.scales[2] + offset)
+            weights = scaled_weights(weights, of_values[None, :])
         v = tl.load(keys.v_ptr + at, mask=d < form.head_dim, other=0.0)
         acc = tl.dot(
-            weights.to(q.dtype), v.to(q.dtype), acc * decay[:, None], input_precision="ieee"
+            weights.to(q.dtype), widened(v, q.dtype), acc * decay[:, None], input_precision="ieee"
         )
         top = higher
     return top, total, acc

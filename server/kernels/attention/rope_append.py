@@ -141,9 +141,9 @@ def _rope_append_kernel(
             new_first, new_second = as_whole(new_first, of_head), as_whole(new_second, of_head)
             at = page * scales[2] + (head - HEADS) * PAGE_SIZE + offset
             kept = (slot >= 0) & (head < HEADS + 2 * KV_HEADS)
-            tl.store(scales[0] + at, of_head, mask=kept & is_key & rotated)
+            tl.store(scales[0] + at, of_head * cache[2], mask=kept & is_key & rotated)
             at -= KV_HEADS * PAGE_SIZE
-            tl.store(scales[1] + at, of_head, mask=kept & (head >= HEADS + KV_HEADS))
+            tl.store(scales[1] + at, of_head * cache[3], mask=kept & (head >= HEADS + KV_HEADS))
         target = cache[0] + place + (head - HEADS) * 2 * HALF + d
         tl.store(target, as_stored(new_first, cache[2], target), mask=is_k)
         tl.store(target + HALF, as_stored(new_second, cache[2], target), mask=is_k)

@@ -6,9 +6,7 @@ from loraplex.server.model.ops.ops import KVCache
 
 def cache_pages(cache: KVCache, layer: int) -> CachePages:
     pages, parts = cache.of(layer), cache.parts(layer)
-    if (token_scales := cache.token_scales(layer)) is not None:
-        k_scales, v_scales = token_scales
-        return CachePages(*pages, k_scales=k_scales, v_scales=v_scales, parts=parts)
-    if cache.is_rounded:
-        return CachePages(*pages, *cache.scales[layer], parts=parts)
-    return CachePages(*pages, parts=parts)
+    if not cache.is_rounded:
+        return CachePages(*pages, parts=parts)
+    token_scales = cache.token_scales(layer) or ()
+    return CachePages(*pages, *cache.scales[layer], *token_scales, parts=parts)

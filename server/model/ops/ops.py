@@ -26,9 +26,9 @@ class KVCache:
     pool: `[pages, 2 * page_size * groups.width]`. A page holds for each place of its group
     `page_size` keys `[kv_heads, head_dim]`, then as many values. groups: which layer has which
     place of which pages. dtype: of what is computed; the pool is of that, float8_e4m3fn or int8.
-    scales: of each layer's keys and values in FP8. token_scales: of int8, float32 `[pages, 2 *
-    page_size * page_heads(model)]`, for each place those of keys `[kv_heads, page_size]`, then
-    those of values.
+    scales: of each layer's keys and values in eight bits. token_scales: further ones of int8,
+    float32 `[pages, 2 * page_size * page_heads(model)]`, for each place those of keys `[kv_heads,
+    page_size]`, then those of values.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class KVCache:
             if token_scales is not None:
                 largest = new.float().abs().amax(-1, keepdim=True)
                 scales = torch.where(largest > 0, largest / 127, 1.0)
-                token_scales[i][pages, :, offsets] = scales[..., 0]
+                token_scales[i][pages, :, offsets] = scales[..., 0] / self.scales[layer][i]
                 new = (new.float() / scales).round().to(to.dtype)
             elif self.is_rounded:
                 most = torch.finfo(to.dtype).max
@@ -129,7 +129,7 @@ class KVCache:
             numbers = _gather(_plain(kept), pages)
             if token_scales is not None:
                 scales = _gather(token_scales[i].transpose(1, 2)[..., None], pages)
-                numbers = (numbers * scales).to(self.dtype)
+                numbers = (numbers * scales * self.scales[layer][i]).to(self.dtype)
             elif self.is_rounded:
                 numbers = numbers.view(kept.dtype).to(self.dtype) * self.scales[layer][i]
             found.append(numbers)

@@ -8,5 +8,5 @@ def cache_pages(cache: KVCache, layer: int) -> CachePages:
     pages, parts = cache.of(layer), cache.parts(layer)
     if not cache.is_rounded:
         return CachePages(*pages, parts=parts)
-    token_scales = cache.token_scales(layer) or (None, None)
-    return CachePages(*pages, *cache.scales[layer], *token_scales, parts)
+    k_scales, v_scales = cache.token_scales(layer) or (None, None)
+    return CachePages(*pages, *cache.scales[layer], k_scales, v_scales, parts)

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 from loraplex.adapters.common.recent import Recent
 from loraplex.adapters.errors import AdapterChanged, AdapterError
 from loraplex.adapters.ref import AdapterRef, RefSource, pin_of, shown_name
-from loraplex.adapters.sources.partial import ByteStream, fetch_resumable
+from loraplex.adapters.sources.partial import RemoteBytes, fetch_resumable
 
 MAX_KNOWN = 4096
 RETRY_S = 1.0
@@ -111,7 +111,7 @@ class PinnedSource(ABC):
     @abstractmethod
     def _open(
         self, ref: AdapterRef, name: str, file: RemoteFile, offset: int
-    ) -> AbstractContextManager[ByteStream]:
+    ) -> AbstractContextManager[RemoteBytes]:
         """Opens a file that was listed, from `offset` on."""
 
     def resolve(self, ref: AdapterRef, token: str | None) -> AdapterRef:

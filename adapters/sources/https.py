@@ -29,7 +29,7 @@ from loraplex.adapters.safetensors.weights_index import (
     parse_index,
 )
 from loraplex.adapters.sources.base import PinnedSource, RemoteFile, changed, refused, unreachable
-from loraplex.adapters.sources.partial import ByteStream, range_start
+from loraplex.adapters.sources.partial import RemoteBytes, range_start
 from loraplex.adapters.violations import Findings, invalid
 
 DEFAULT_TIMEOUT_S = 10.0
@@ -120,7 +120,7 @@ class HttpsSource(PinnedSource):
     @contextmanager
     def _open(
         self, ref: AdapterRef, name: str, file: RemoteFile, offset: int
-    ) -> Iterator[ByteStream]:
+    ) -> Iterator[RemoteBytes]:
         is_etag = file.tag.startswith('"')
         headers = {"if-match" if is_etag else "if-unmodified-since": file.tag}
         if offset:
@@ -132,7 +132,7 @@ class HttpsSource(PinnedSource):
             if _tag(answer) != file.tag:
                 raise changed(ref)
             start = range_start(answer.status_code, answer.headers.get("content-range"))
-            yield ByteStream(start, answer.iter_raw())
+            yield RemoteBytes(start, answer.iter_raw())
 
     @contextmanager
     def _request(

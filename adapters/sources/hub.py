@@ -32,7 +32,7 @@ from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.peft.config import CONFIG_FILE
 from loraplex.adapters.peft.files import weight_files
 from loraplex.adapters.ref import AdapterRef, check_token, format_ref, hub_place, is_pinned
-from loraplex.adapters.sources.partial import ByteStream, fetch_resumable, range_start
+from loraplex.adapters.sources.partial import RemoteBytes, fetch_resumable, range_start
 
 DEFAULT_TIMEOUT_S = 10.0
 _RETRY_S = 5.0
@@ -146,7 +146,7 @@ class HubSource:
     @contextmanager
     def _open(
         self, ref: AdapterRef, location: str, token: str | None, offset: int
-    ) -> Iterator[ByteStream]:
+    ) -> Iterator[RemoteBytes]:
         """Opens a file's stream at an offset. location: of the Hub, or of a storage that is shown
         no credential.
         """
@@ -160,7 +160,7 @@ class HubSource:
         ) as answer:
             hf_raise_for_status(answer)
             start = range_start(answer.status_code, answer.headers.get("content-range"))
-            yield ByteStream(start, answer.iter_raw())
+            yield RemoteBytes(start, answer.iter_raw())
 
     def _check_owner(self, ref: AdapterRef) -> None:
         owner = ref.name.partition("/")[0]

@@ -20,7 +20,7 @@ from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.peft.files import is_relevant
 from loraplex.adapters.ref import MODELSCOPE_ENDPOINT, AdapterRef, pin_of, shown_name
 from loraplex.adapters.sources.base import PinnedSource, RemoteFile, changed, refused, unreachable
-from loraplex.adapters.sources.partial import ByteStream, range_start
+from loraplex.adapters.sources.partial import RemoteBytes, range_start
 from loraplex.adapters.violations import invalid
 
 DEFAULT_TIMEOUT_S = 10.0
@@ -115,7 +115,7 @@ class ModelScopeSource(PinnedSource):
     @contextmanager
     def _open(
         self, ref: AdapterRef, name: str, file: RemoteFile, offset: int
-    ) -> Iterator[ByteStream]:
+    ) -> Iterator[RemoteBytes]:
         """Opens a file. One that has a commit for its tag is that commit's."""
         is_commit = _COMMIT.fullmatch(file.tag) is not None
         params = {"Revision": file.tag if is_commit else pin_of(ref).label, "FilePath": name}
@@ -126,7 +126,7 @@ class ModelScopeSource(PinnedSource):
             if answer.status_code not in (200, 206):
                 raise refused(ref, answer.status_code, answer.headers.get("retry-after"))
             start = range_start(answer.status_code, answer.headers.get("content-range"))
-            yield ByteStream(start, answer.iter_raw())
+            yield RemoteBytes(start, answer.iter_raw())
 
     @contextmanager
     def _request(

@@ -14,7 +14,7 @@ GRACE_S = 60.0
 _BROKEN_RETRY_S = 0.5
 
 
-class ByteStream(NamedTuple):
+class RemoteBytes(NamedTuple):
     """The bytes of a file from an offset on. start: the offset that the first chunk has in the
     file.
     """
@@ -24,7 +24,7 @@ class ByteStream(NamedTuple):
 
 
 _RANGE = re.compile(r"bytes ([0-9]{1,18})-[0-9]+/[0-9]+")
-Open = Callable[[int], AbstractContextManager[ByteStream]]
+Open = Callable[[int], AbstractContextManager[RemoteBytes]]
 
 
 def range_start(status: int, content_range: str | None) -> int:
@@ -63,7 +63,7 @@ def fetch_resumable(target: Path, size: int, open_at: Open, clock: Callable[[], 
     partial.rename(target)
 
 
-def _append(file: IO[bytes], stream: ByteStream, size: int, clock: Callable[[], float]) -> None:
+def _append(file: IO[bytes], stream: RemoteBytes, size: int, clock: Callable[[], float]) -> None:
     deadline = clock() + GRACE_S + (size - stream.start) / MIN_BYTES_PER_S
     written = stream.start
     for chunk in stream.chunks:

@@ -32,7 +32,7 @@ from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.peft.files import is_relevant
 from loraplex.adapters.ref import AdapterRef, shown_name
 from loraplex.adapters.sources.base import PinnedSource, RemoteFile, changed, refused, unreachable
-from loraplex.adapters.sources.partial import ByteStream, partial_path
+from loraplex.adapters.sources.partial import RemoteBytes, partial_path
 from loraplex.adapters.violations import invalid
 
 DEFAULT_TIMEOUT_S = 10.0
@@ -113,7 +113,7 @@ class S3Source(PinnedSource):
     @contextmanager
     def _open(
         self, ref: AdapterRef, name: str, file: RemoteFile, offset: int
-    ) -> Iterator[ByteStream]:
+    ) -> Iterator[RemoteBytes]:
         bucket, prefix = _place(ref)
         part = {"Range": f"bytes={offset}-"} if offset else {}
         with self._errors(ref, reading=True):
@@ -124,7 +124,7 @@ class S3Source(PinnedSource):
                 if answer.get("ETag") != file.tag:
                     raise changed(ref)
                 start = offset if answer.get("ContentRange") else 0
-                yield ByteStream(start, body.iter_chunks(_CHUNK_BYTES))
+                yield RemoteBytes(start, body.iter_chunks(_CHUNK_BYTES))
 
     def _client(self) -> Any:
         """Returns one client for all threads, made anew after one without credentials."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from loraplex.adapters.common.retries import RetryPolicy
 from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.sources.partial import (
-    ByteStream,
+    RemoteBytes,
     fetch_resumable,
     partial_bytes,
     partial_path,
@@ -31,12 +31,12 @@ class Server:
         self.offsets: list[int] = []
 
     @contextmanager
-    def open_at(self, offset: int) -> Iterator[ByteStream]:
+    def open_at(self, offset: int) -> Iterator[RemoteBytes]:
         self.offsets.append(offset)
         back, count = self.answers.pop(0) if self.answers else (0, len(DATA))
         start = max(0, offset - back)
         part = DATA[start : start + count]
-        yield ByteStream(start, [part[at : at + 100] for at in range(0, len(part), 100)])
+        yield RemoteBytes(start, [part[at : at + 100] for at in range(0, len(part), 100)])
 
 
 @given(st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 2000)), max_size=8))
@@ -85,8 +85,8 @@ def test_more_than_was_announced_is_not_kept(size: int, tmp_path: Path) -> None:
 
 def test_a_skipped_part_is_not_filled_with_anything(tmp_path: Path) -> None:
     @contextmanager
-    def skipping(offset: int) -> Iterator[ByteStream]:
-        yield ByteStream(offset + 10, [DATA[offset + 10 :]])
+    def skipping(offset: int) -> Iterator[RemoteBytes]:
+        yield RemoteBytes(offset + 10, [DATA[offset + 10 :]])
 
     with pytest.raises(AdapterError, match="skipped"):
         fetch_resumable(tmp_path / "file", len(DATA), skipping, lambda: 0.0)

@@ -90,8 +90,7 @@ class PreparedStep(Generic[L, Y]):
     pre: Norm | None
     post: Norm | None
     own: tuple[tuple[Norm | None, Norm | None], ...]
-    factor: float
-    scalar: float
+    factors: tuple[float, float]
     reads_last: bool
     after: Norm | None
 
@@ -144,7 +143,8 @@ class Decoder(Generic[P, L, Y]):
                     mixer = PreparedMixer(layer, branch, of_branch)
         own = (weights.own or ((None, None),) * len(weights.branches))[int(mixer is not None) :]
         norms = weights.pre, weights.post, own
-        rule = spec.factor, weights.scalar, spec.reads_last
+        # The sum's number multiplies both terms.
+        rule = (spec.factor * weights.scalar, weights.scalar), spec.reads_last
         return PreparedStep(mixer, tuple(feed_forwards), *norms, *rule, after=weights.after)
 
     def forward(
@@ -315,14 +315,10 @@ class Decoder(Generic[P, L, Y]):
         if not step.sums_normed:
             delta = self.ops.reduce(delta)
         if step.after is not None:
-            hidden, _ = self.ops.add_norm(delta, hidden, step.after, step.post, step.factor)
+            hidden, _ = self.ops.add_norm(delta, hidden, step.after, step.post, step.factors)
             normed = hidden if norm is None else self.ops.norm(hidden, norm)
-        elif step.scalar == 1.0:
-            normed, hidden = self.ops.add_norm(delta, hidden, norm, step.post, step.factor)
         else:
-            _, hidden = self.ops.add_norm(delta, hidden, None, step.post, step.factor)
-            hidden = hidden.mul_(step.scalar)
-            normed = hidden if norm is None else self.ops.norm(hidden, norm)
+            normed, hidden = self.ops.add_norm(delta, hidden, norm, step.post, step.factors)
         if last is not None and self._reads_last(number + 1):
             return last, hidden
         normed = self._with_own(normed, hidden, lora, number + 1)

@@ -166,7 +166,7 @@ def norms(y: torch.Tensor, delta: PendingDelta | None, early: bool) -> None:
     hidden, norm = y.clone(), (y[0].clone(), 1e-5)
     add_norm(y, delta, hidden, norm, programmatic_launch=early)
     add_norm(y, delta, hidden, norm, norm, programmatic_launch=early)
-    add_norm(y, delta, hidden, None, norm, 0.5, programmatic_launch=early)
+    add_norm(y, delta, hidden, None, norm, (0.5, 2.0), programmatic_launch=early)
     rms_norm(hidden, norm, programmatic_launch=early)
     addresses = torch.zeros(2, dtype=torch.int64)
     terms = SharedTerms(y, y.clone(), addresses, y.numel(), addresses, 0)

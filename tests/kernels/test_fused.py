@@ -49,10 +49,12 @@ def test_norm_of_a_sum_with_a_delta(
     delta = torch.full_like(y, float("nan"))
     batch.run(delta, x, (features,), adapters.table, accumulate=False)
 
+    kept = 2 * factor - 1
+
     def expected(branch: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if post:
             branch = functional.rms_norm(branch, (features,), of_post, 1e-3)
-        total = hidden + factor * branch
+        total = kept * hidden + factor * branch
         return total, functional.rms_norm(total, (features,), weight, EPSILON)
 
     branch = lora_reference(y, x, slots, adapters.weights, (features,)).to(device)
@@ -61,7 +63,7 @@ def test_norm_of_a_sum_with_a_delta(
     for delta_of in (pending, None):
         before = y.clone()
         total, normed = expected(branch, hidden)
-        add_norm(y, delta_of, hidden, *norms, factor, programmatic_launch=False)
+        add_norm(y, delta_of, hidden, *norms, (factor, kept), programmatic_launch=False)
         assert_close(hidden, total, torch.float32)
         assert_close(y, normed if norm else before, torch.float32)
         branch = y.clone()

@@ -312,7 +312,9 @@ def test_results_are_summed_by_weight(device: torch.device, normed: bool) -> Non
     hidden, scale = torch.randn(3, 1100).to(device), torch.rand(1100).to(device)
     total = hidden + 0.5 * (results.view(3, 4, 1100) * weights[..., None]).sum(1)
     norm = (scale, 1e-5) if normed else None
-    y = add_experts_norm(results, weights, hidden, norm, None, 0.5, programmatic_launch=False)
+    y = add_experts_norm(
+        results, weights, hidden, norm, None, (0.5, 1.0), programmatic_launch=False
+    )
     torch.testing.assert_close(hidden, total)
     expected = functional.rms_norm(total, (1100,), scale, 1e-5) if normed else total
     torch.testing.assert_close(y, expected)

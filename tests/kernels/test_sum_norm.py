@@ -81,12 +81,13 @@ def test_every_device_has_the_whole_sum(
     branch = devices.total
     if post:
         branch = functional.rms_norm(branch, (features,), of_post, 1e-3)
-    total = devices.hidden[0] + factor * branch
+    kept = 2 * factor - 1
+    total = kept * devices.hidden[0] + factor * branch
     normed = functional.rms_norm(total, (features,), weight, EPSILON) if norm else total
     results = []
     for terms, hidden in zip(devices.terms, devices.hidden, strict=True):
         delta = pending(device, terms) if deltas else None
-        out = sum_norm(terms, delta, hidden, *norms, factor, programmatic_launch=False)
+        out = sum_norm(terms, delta, hidden, *norms, (factor, kept), programmatic_launch=False)
         torch.testing.assert_close(hidden, total, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(out, normed, atol=1e-5, rtol=1e-4)
         results.append((hidden, out))

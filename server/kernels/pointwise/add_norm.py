@@ -24,14 +24,15 @@ def add_norm(
     hidden: torch.Tensor,
     norm: RmsNorm | None,
     post: RmsNorm | None = None,
-    factor: float = 1.0,
+    factors: tuple[float, float] = (1.0, 1.0),
     *,
     rounding: Rounding | None = None,
     programmatic_launch: bool,
 ) -> None:
-    """Add a product to the residual stream, and norm the sum: `hidden += factor * post(y + delta)`,
-    then `y = norm(hidden)`; the delta only of rows whose adapter touches the site. Without post
-    the sum is taken as it is; without norm y is not written. rounding: takes the normed rows, too.
+    """Add a product to the residual stream, and norm the sum: `hidden = kept * hidden + factor *
+    post(y + delta)`, then `y = norm(hidden)`; the delta only of rows whose adapter touches the
+    site. factors: factor and kept. Without post the sum is taken as it is; without norm y is not
+    written. rounding: takes the normed rows, too.
 
     y, hidden, delta: `[rows, features]`, of one dtype, contiguous; weights of any. In float32; one
     kernel, no allocation. Raises ValueError on a mismatch.
@@ -39,7 +40,7 @@ def add_norm(
     check_norms(y, hidden, post, norm)
     delta, lora = delta_arguments(y, pending), pending is not None
     switches = {"ADD": True, "LORA": lora, "PDL": programmatic_launch}
-    _launch(y, (y, None, delta), hidden, (post, factor, norm), rounding, switches)
+    _launch(y, (y, None, delta), hidden, (post, factors, norm), rounding, switches)
 
 
 def add_experts_norm(
@@ -48,7 +49,7 @@ def add_experts_norm(
     hidden: torch.Tensor,
     norm: RmsNorm | None,
     post: RmsNorm | None = None,
-    factor: float = 1.0,
+    factors: tuple[float, float] = (1.0, 1.0),
     *,
     rounding: Rounding | None = None,
     programmatic_launch: bool,
@@ -66,7 +67,7 @@ def add_experts_norm(
         raise ValueError(f"{list(results.shape)} of {list(weights.shape)} for {list(y.shape)}")
     terms = (results, weights, delta_arguments(results, None))
     switches = {"ADD": True, "LORA": False, "PDL": programmatic_launch}
-    _launch(y, terms, hidden, (post, factor, norm), rounding, switches)
+    _launch(y, terms, hidden, (post, factors, norm), rounding, switches)
     return y
 
 
@@ -82,7 +83,7 @@ def rms_norm(
     check_norms(y, hidden, norm)
     terms = (y, None, delta_arguments(y, None))
     switches = {"ADD": False, "LORA": False, "PDL": programmatic_launch}
-    _launch(y, terms, hidden, (None, 1.0, norm), rounding, switches)
+    _launch(y, terms, hidden, (None, (1.0, 1.0), norm), rounding, switches)
     return y
 
 
@@ -100,18 +101,18 @@ def _launch(
     out: torch.Tensor,
     terms: tuple[torch.Tensor, torch.Tensor | None, _Delta],
     hidden: torch.Tensor,
-    norms: tuple[RmsNorm | None, float, RmsNorm | None],
+    norms: tuple[RmsNorm | None, tuple[float, float], RmsNorm | None],
     rounding: Rounding | None,
     switches: dict[str, bool],
 ) -> None:
     """Launch the kernel that adds and norms. terms: what is added, in parts of these weights, and
-    its delta. norms: that of the term, its factor, that of the sum.
+    its delta. norms: that of the term, the factors, that of the sum.
     """
     rows, features = out.shape
     if rows == 0:
         return
     y, weights, delta = terms
-    post, factor, norm = norms
+    post, factors, norm = norms
     _add_norm_kernel[(rows,)](
         out,
         y,
@@ -119,7 +120,7 @@ def _launch(
         *delta,
         hidden,
         *(post or (hidden, 0.0)),
-        factor,
+        *factors,
         *(norm or (hidden, 0.0)),
         rows,
         None if rounding is None else rounded_arguments(*rounding),
@@ -127,7 +128,7 @@ def _launch(
         BLOCK=triton.next_power_of_2(features),
         PARTS=0 if weights is None else weights.shape[1],
         POST=post is not None,
-        SCALED=factor != 1.0,
+        SCALED=factors != (1.0, 1.0),
         NORM=norm is not None,
         ROUND=rounding is not None,
         GROUP=0 if rounding is None else rounding[1].groups,
@@ -138,7 +139,7 @@ def _launch(
 
 
 @triton.jit(
-    do_not_specialize=["site", "num_sites", "post_epsilon", "factor", "epsilon", "rows"],
+    do_not_specialize=["site", "num_sites", "post_epsilon", "factor", "kept", "epsilon", "rows"],
     do_not_specialize_on_alignment=["slots_ptr"],
 )
 def _add_norm_kernel(
@@ -154,6 +155,7 @@ def _add_norm_kernel(
     post_ptr: tl.tensor,
     post_epsilon: tl.tensor,
     factor: tl.tensor,
+    kept: tl.tensor,
     weight_ptr: tl.tensor,
     epsilon: tl.tensor,
     rows: tl.tensor,
@@ -187,6 +189,8 @@ def _add_norm_kernel(
         delta = tl.load(delta_ptr + at, mask=inside, other=0.0).to(tl.float32)
         y += tl.where(touches(slots_ptr + row, ints_ptr, site, num_sites, 0), delta, 0.0)
     if ADD:
+        if SCALED:
+            hidden *= kept
         hidden += branch(y, norms, FEATURES, POST, SCALED)
         tl.store(hidden_ptr + at, hidden.to(hidden_ptr.dtype.element_ty), mask=inside)
     if NORM:

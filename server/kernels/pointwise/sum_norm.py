@@ -27,13 +27,13 @@ def sum_norm(
     hidden: torch.Tensor,
     norm: RmsNorm | None,
     post: RmsNorm | None = None,
-    factor: float = 1.0,
+    factors: tuple[float, float] = (1.0, 1.0),
     *,
     programmatic_launch: bool,
 ) -> torch.Tensor:
-    """Sum products over devices, add them to the residual stream, and norm: `hidden += factor *
-    post(y + delta, summed over devices)` -> `norm(hidden)` in a tensor of its own; without norm,
-    hidden. As `add_norm` else.
+    """Sum products over devices, add them to the residual stream, and norm: `hidden = kept *
+    hidden + factor * post(y + delta, summed over devices)` -> `norm(hidden)` in a tensor of its
+    own; without norm, hidden. As `add_norm` else.
 
     pending: of `terms.delta`; None = no device has a delta. All devices call it, each with its
     terms written by the kernels before on this stream. Programs of one row meet by flags, and none
@@ -56,7 +56,7 @@ def sum_norm(
         *delta,
         hidden,
         *(post or (hidden, 0.0)),
-        factor,
+        *factors,
         *(norm or (hidden, 0.0)),
         FEATURES=features,
         BLOCK=triton.next_power_of_2(features),
@@ -64,7 +64,7 @@ def sum_norm(
         MEET=flags is not None,
         LORA=pending is not None,
         POST=post is not None,
-        SCALED=factor != 1.0,
+        SCALED=factors != (1.0, 1.0),
         NORM=norm is not None,
         PDL=programmatic_launch,
         num_warps=8,
@@ -74,7 +74,7 @@ def sum_norm(
 
 
 @triton.jit(
-    do_not_specialize=["index", "site", "num_sites", "post_epsilon", "factor", "epsilon"],
+    do_not_specialize=["index", "site", "num_sites", "post_epsilon", "factor", "kept", "epsilon"],
     do_not_specialize_on_alignment=["slots_ptr"],
 )
 def _sum_norm_kernel(
@@ -91,6 +91,7 @@ def _sum_norm_kernel(
     post_ptr: tl.tensor,
     post_epsilon: tl.tensor,
     factor: tl.tensor,
+    kept: tl.tensor,
     weight_ptr: tl.tensor,
     epsilon: tl.tensor,
     FEATURES: tl.constexpr,
@@ -122,6 +123,8 @@ def _sum_norm_kernel(
     for device in tl.static_range(DEVICES):
         address = tl.load(memories_ptr + device).to(tl.pointer_type(hidden_ptr.dtype.element_ty))
         y += _term(tl.multiple_of(address, 16) + at, delta_at, has_delta, inside, LORA)
+    if SCALED:
+        hidden *= kept
     hidden += branch(y, norms, FEATURES, POST, SCALED)
     tl.store(hidden_ptr + at, hidden.to(hidden_ptr.dtype.element_ty), mask=inside)
     if NORM:

@@ -263,10 +263,10 @@ class Ops(Protocol[P, L, Y]):
         hidden: torch.Tensor,
         norm: Norm | None,
         post: Norm | None = None,
-        factor: float = 1.0,
+        factors: tuple[float, float] = (1.0, 1.0),
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm of the sum, sum), the sum being `hidden + factor * post(delta)`; without norm the
-        sum twice. Both tensors may be overwritten."""
+        """(norm of the sum, sum), the sum being `kept * hidden + factor * post(delta)`; without
+        norm the sum twice. factors: factor and kept. Both tensors may be overwritten."""
         ...
 
     def let_through(self, attended: torch.Tensor, gate: Y) -> torch.Tensor:

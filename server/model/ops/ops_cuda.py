@@ -298,7 +298,7 @@ class CudaOps:
             case ByExperts(results, weights):
                 summed = results.new_zeros(len(weights), results.shape[1])
                 early = self._configs.programmatic_launch
-                rule = (summed, None, None, 1.0)
+                rule = (summed, None)
                 add_experts_norm(results, weights, *rule, programmatic_launch=early)
                 return summed
             case _:
@@ -345,17 +345,17 @@ class CudaOps:
         hidden: torch.Tensor,
         norm: Norm | None,
         post: Norm | None = None,
-        factor: float = 1.0,
+        factors: tuple[float, float] = (1.0, 1.0),
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add delta to hidden, in place, and norm the sum. Returns the normed rows and hidden."""
         if isinstance(norm, LayerNorm):
-            _, hidden = self.add_norm(delta, hidden, None, post, factor)
+            _, hidden = self.add_norm(delta, hidden, None, post, factors)
             return layer_norm(hidden, norm), hidden
         if isinstance(post, LayerNorm):
             raise TypeError("no kernel has a LayerNorm before the residual sum")
         pending, early = None, self._configs.programmatic_launch
         rule, rounding = (
-            (hidden, norm, post, factor),
+            (hidden, norm, post, factors),
             None if norm is None else self._rounding(hidden),
         )
         match delta:

@@ -281,10 +281,12 @@ class TorchOps:
         hidden: torch.Tensor,
         norm: Norm | None,
         post: Norm | None = None,
-        factor: float = 1.0,
+        factors: tuple[float, float] = (1.0, 1.0),
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if post is not None:
             delta = self.norm(delta, post)
+        factor, kept = factors
+        hidden = hidden if kept == 1.0 else hidden * kept
         hidden = hidden + (delta if factor == 1.0 else delta * factor)
         return hidden if norm is None else self.norm(hidden, norm), hidden
 

@@ -1,7 +1,7 @@
 """The GPU's operations at start: everything that steps launch is compiled, warm and captured."""
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -140,15 +140,8 @@ class _Start:
         return self.parts.decoder(self.ops, weights)
 
     def compile_all(self, decoder: CudaDecoder) -> None:
-        """Compile all kernels together. Without it kernels are compiled one by one, as what follows
-        comes to them.
-        """
-        try:
-            with compiled_together():
-                self._launch_all(decoder)
-        except Exception:
-            log.warning("kernels could not be compiled together", exc_info=True)
-        torch.cuda.empty_cache()  # graphs have memory of their own
+        """Compile all kernels together, as `compile_together` does."""
+        compile_together(lambda: self._launch_all(decoder))
 
     def _launch_all(self, decoder: CudaDecoder) -> None:
         self.run_steps(decoder)
@@ -223,6 +216,18 @@ class _Start:
 
     def _example(self, tokens: int) -> StepLayout:
         return prompts_of(self.parts.rows, self.parts.limits.max_context, tokens)
+
+
+def compile_together(launch: Callable[[], None]) -> None:
+    """Compile the kernels that are launched, all at once. Without it kernels are compiled one by
+    one, as what follows comes to them.
+    """
+    try:
+        with compiled_together():
+            launch()
+    except Exception:
+        log.warning("kernels could not be compiled together", exc_info=True)
+    torch.cuda.empty_cache()  # graphs have memory of their own
 
 
 def summed_sites(parts: Parts) -> SummedSites:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from loraplex.server.model.graphs.fast_path import summed_sites
+from loraplex.server.model.graphs.fast_path import compile_together, summed_sites
 from loraplex.server.model.graphs.parts import Built, Parts
 from loraplex.server.model.graphs.start_phases import StartPhases
 from loraplex.server.model.graphs.warm_up import run_texts
@@ -30,10 +30,12 @@ def build_whole(parts: Parts, phases: StartPhases) -> Built:
     ops = CudaOps(*context, summed_sites(parts), row_form(linears), states=parts.states)
     few = replace(parts.weights, layers=parts.weights.layers[: model.kinds_within])
     phases.begin("compiling kernels")
-    run_texts(parts.decoder(ops, few), ops, parts.rows, limits)
+    of_each_kind = parts.decoder(ops, few)
+    compile_together(lambda: run_texts(of_each_kind, ops, parts.rows, limits))
+    phases.begin("loading kernels")
+    run_texts(parts.decoder(ops), ops, parts.rows, limits)
     torch.cuda.synchronize()
     sizes = row_sizes(limits.max_rows, limits.max_step_tokens)
-    phases.begin("loading kernels")
     ops.products.load(sizes, [*{linear.kind: linear for linear in parts.weights.linears}.values()])
     draws = TorchDraws(parts.rows, parts.parameters)
     return Built(

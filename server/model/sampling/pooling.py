@@ -123,19 +123,27 @@ class Pooler:
                 found.append(_to_host([each], row[ids][None]))
         return tuple(found)
 
-    def _means(self, slices: Iterable[PooledSlice], hidden_of: HiddenOf) -> Iterable[HostVectors]:
-        for each in slices:
-            row, piece = each.piece.seq_row, each.piece
-            total = hidden_of(each.tokens).sum(0, dtype=torch.float32)
-            before = self._sums.pop(row, None)
-            if piece.start:
+    def _means(self, slices: Sequence[PooledSlice], hidden_of: HiddenOf) -> Iterable[HostVectors]:
+        """Means of the prompts that end; the sums of others are kept."""
+        if not slices:
+            return
+        counts = to_device(np.array([len(each.tokens) for each in slices]), self._device)
+        states = hidden_of(_tokens(slices)).float()
+        totals = torch.segment_reduce(states, "sum", lengths=counts)
+        for total, each in zip(totals, slices, strict=True):
+            row, before = each.piece.seq_row, self._sums.pop(each.piece.seq_row, None)
+            if each.piece.start:
                 if before is None:
                     raise RuntimeError("a mean whose first tokens were not computed")
-                total = total + before
+                total += before
             if each.prompt_len is None:
-                self._sums[row] = total
-            else:
-                yield _to_host([each], self._vectors_of((total / each.prompt_len)[None]))
+                self._sums[row] = total.clone()
+        places = [place for place, each in enumerate(slices) if each.prompt_len is not None]
+        if places:
+            ended = [slices[place] for place in places]
+            at, lengths = np.array(places), np.array([[each.prompt_len] for each in ended])
+            means = totals[to_device(at, self._device)] / to_device(lengths, self._device)
+            yield _to_host(ended, self._vectors_of(means))
 
 
 def _tokens(slices: Sequence[PooledSlice]) -> np.ndarray:

@@ -3,6 +3,7 @@
 Else each process would start such a server.
 """
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,21 @@ from xdist.scheduler import LoadFileScheduling
 
 E2E = "tests/e2e/"
 _ROOT = Path(__file__).parents[1]
+# A test or a fixture that asks for the server of tests/e2e/conftest.py.
+_USER = re.compile(
+    r"^(@pytest\.fixture.*\n(async )?def \w+|(async )?def test_\w+)\([^)]*\b(serving|http):",
+    re.MULTILINE,
+)
+_OWN = "\ndef serving("
 
 
 @cache
 def scope_of(file: str) -> str:
     """What the tests of a file are handed out with. file: its path from the root."""
-    if not file.startswith(E2E) or "start_serving(" in (_ROOT / file).read_text():
+    if not file.startswith(E2E):
         return file
-    return E2E
+    text = (_ROOT / file).read_text()
+    return E2E if _USER.search(text) and _OWN not in text else file
 
 
 class FilesByServer(LoadFileScheduling):  # type: ignore[misc]

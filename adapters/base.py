@@ -41,6 +41,8 @@ Role = Literal[
     "router",
     "experts_gate_up",
     "experts_down",
+    "latent_in",
+    "latent_out",
     "embed_tokens",
     "per_layer_model_projection",
     "lm_head",

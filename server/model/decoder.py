@@ -379,7 +379,13 @@ class Decoder(Generic[P, L, Y]):
     ) -> Y:
         norm = weights.router_norm
         routed_by = normed if norm is None else self.ops.norm(stream.hidden, norm)
-        return self.ops.moe(normed, routed_by, weights, lora, sites)
+        if not weights.latent:
+            return self.ops.moe(normed, routed_by, weights, lora, sites)
+        ops, (router, of_in, *of_experts, of_out) = self.ops, sites
+        before, behind = weights.latent
+        inner = ops.complete(ops.linear(normed, before, lora, of_in))
+        found = ops.moe(inner, routed_by, weights, lora, (router, *of_experts))
+        return ops.linear(ops.complete(found), behind, lora, of_out)
 
     def logits(
         self,

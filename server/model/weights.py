@@ -358,6 +358,7 @@ def _load_branch(source: WeightSource, spec: Branch, index: int) -> BranchWeight
                 _numbers(source, spec.correction and spec.correction[0], index),
                 None if spec.router_norm is None else _norm(source, spec.router_norm, index),
                 _numbers(source, spec.scales, index),
+                tuple(source.linear(each, index) for each in spec.latent),
             )
         case _:
             return load_states(source, spec, index)

@@ -191,7 +191,8 @@ class _RandomWeights:
                 numbers = self._ones(spec.experts).float() if spec.correction else None
                 norm = self._optional(spec.router_norm)
                 scales = self._ones(spec.experts).float() if spec.scales else None
-                return MoeWeights(spec, router, *experts, numbers, norm, scales)
+                latent = tuple(self.linear(each, index) for each in spec.latent)
+                return MoeWeights(spec, router, *experts, numbers, norm, scales, latent)
 
     def _chooser(self, spec: LinearSpec) -> DenseLinear:
         bias = self._bias(spec.out_features) if spec.bias else None

@@ -12,6 +12,7 @@ from loraplex.server.model.spec.model_spec import (
     ModelSpec,
     NormSpec,
 )
+from loraplex.server.model.spec.moe_spec import MoeSpec
 from loraplex.server.model.spec.state_spec import DeltaNetSpec, Mamba2Spec, StateSpec
 
 _MOST_SHARDS = 64
@@ -56,6 +57,8 @@ def shard_counts(model: ModelSpec) -> tuple[int, ...]:
         return (1,)
     heads = {_heads(attention) for attention in model.attentions.values()}
     branches = {branch for layer in model.layers for branch in layer.branches}
+    if any(isinstance(each, MoeSpec) and each.latent for each in branches):
+        return (1,)  # what lies behind experts has biases, and would add them on each device
     states = {branch for branch in branches if isinstance(branch, StateSpec)}
     units = {q.units for q, _ in heads} | {each.units for each in states}
     inputs = model.embedding.inputs

@@ -50,7 +50,8 @@ class ExpertsLinear:
 @dataclass(frozen=True, slots=True)
 class MoeWeights:
     """Weights of a layer of experts, as `spec` says. router: its product are the
-    experts' logits. correction, scales: float32 `[experts]`. router_norm: see `MoeSpec`.
+    experts' logits. correction, scales: float32 `[experts]`. router_norm, latent: see
+    `MoeSpec`.
     """
 
     spec: MoeSpec
@@ -60,8 +61,9 @@ class MoeWeights:
     correction: torch.Tensor | None = None
     router_norm: Norm | None = None
     scales: torch.Tensor | None = None
+    latent: tuple[Linear, ...] = ()
 
     @property
     def linears(self) -> tuple[Linear, ...]:
         """The matrices that every token is multiplied with."""
-        return (self.router,)
+        return (self.router, *self.latent)

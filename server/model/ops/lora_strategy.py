@@ -78,7 +78,7 @@ Strategies = MappingProxyType[Role, Strategy]
 # Roles whose consumer finishes no LoRA.
 _COMPLETE: tuple[Role, ...] = (
     *("up", "in", "gates", "out", "shared_gate_up", "shared_down"),
-    *("shared_out_gate", "router", "wide_qkv", "wide_o", "q", "wide_q"),
+    *("shared_out_gate", "router", "latent_in", "latent_out", "wide_qkv", "wide_o", "q", "wide_q"),
     *("wide_gate_up", "wide_down", "layer_gate", "layer_out", "per_layer_model_projection"),
 )
 

@@ -67,8 +67,10 @@ class MoeSpec(FeedForwardSpec, frozen=True):
     these a token may choose from, by the sum of each one's two best scores. norm_floor: the least
     sum that weights are divided by. norm_added: to that sum. factor: of the weights. margin: of
     `sparse_mixer`, how far a logit may lie below the largest, as a part of its own size.
-    router_norm: of the stream, which the router then reads in place of what experts read. scales:
-    path of numbers, one an expert, which its weight is multiplied with; "" = none.
+    latent: products before and behind experts, whose inputs and results have another size than
+    those of the layer; () = they have not. router_norm: of the stream, which the router then reads
+    in place of what experts read. scales: path of numbers, one an expert, which its weight is
+    multiplied with; "" = none.
     """
 
     top_k: int
@@ -83,12 +85,18 @@ class MoeSpec(FeedForwardSpec, frozen=True):
     norm_added: float = 0.0
     factor: float = 1.0
     margin: float = 0.0
+    latent: tuple[LinearSpec, ...] = ()
     router_norm: NormSpec | None = None
     scales: str = ""
 
     @property
     def chooser(self) -> LinearSpec:
         return self.router
+
+    @property
+    def linears(self) -> tuple[LinearSpec, ...]:
+        """Products that adapters may change, in the order of their sites."""
+        return self.router, *self.latent[:1], self.gate_up, self.down, *self.latent[1:]
 
     @property
     def experts(self) -> int:

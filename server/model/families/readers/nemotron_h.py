@@ -9,7 +9,7 @@ from loraplex.server.model.families import experts, family
 from loraplex.server.model.families.family import FULL, ModelSizes
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.families.readers import mamba
-from loraplex.server.model.spec.linear_spec import ExpertStorage, LinearSpec
+from loraplex.server.model.spec.linear_spec import ExpertStorage, LinearSpec, Part
 from loraplex.server.model.spec.model_spec import (
     AttentionSpec,
     Branch,
@@ -133,13 +133,16 @@ def _read_mamba(fields: Fields, sizes: ModelSizes) -> Mamba2Spec:
 def _read_experts(fields: Fields, sizes: ModelSizes) -> tuple[MoeSpec, MlpSpec]:
     """Read experts without gate, and the MLP that every token has beside them."""
     config = fields.config
-    fields.only("moe_latent_size", None)
     fields.only("mlp_hidden_act", "relu2")
     number = config.get("n_routed_experts", config.get("num_local_experts"))
     counted = fields.changed(num_experts=number, num_local_experts=None)
     counts = experts.read_counts(counted, default=8, default_of_token=2)
     size = fields.positive("moe_intermediate_size", 7688)
-    moe = experts.moe(sizes.hidden, size, counts, _NAMES, "sigmoid_top_k_normed")
+    latent = fields.positive("moe_latent_size", sizes.hidden)
+    moe = experts.moe(latent, size, counts, _NAMES, "sigmoid_top_k_normed")
+    moe = replace(moe, router=replace(moe.router, in_features=sizes.hidden))
+    if config.get("moe_latent_size") is not None:
+        moe = replace(moe, latent=_latent(fields, sizes, latent))
     moe = experts.read_scored(fields, moe, f"{_NAMES.router}.e_score_correction_bias")
     up = replace(
         moe.gate_up, parts=moe.gate_up.parts[1:], stored=ExpertStorage(f"{_NAMES.stacked}.up_proj")
@@ -152,3 +155,16 @@ def _read_experts(fields: Fields, sizes: ModelSizes) -> tuple[MoeSpec, MlpSpec]:
         down=replace(of_all.down, role="shared_down"),
     )
     return replace(moe, gate_up=up, activation="relu2"), shared
+
+
+def _latent(fields: Fields, sizes: ModelSizes, size: int) -> tuple[LinearSpec, LinearSpec]:
+    """Products before and behind experts of so many features."""
+    bias = bool(fields.config.get("mlp_bias", False))
+    into, out = (
+        Part(f"{_PATH}.fc1_latent_proj", size),
+        Part(f"{_PATH}.fc2_latent_proj", sizes.hidden),
+    )
+    return (
+        LinearSpec("latent_in", sizes.hidden, (into,), "none", bias),
+        LinearSpec("latent_out", size, (out,), "none", bias),
+    )

@@ -206,4 +206,22 @@ WITH_STATES: dict[str, Variant] = {
         others=partial(on_experts, "mixer", up="up_proj"),
         is_brief=True,
     ),
+    "nemotron-h-latent": of(
+        _NEMOTRON,
+        **EXPERTS,
+        layers_block_type=["moe", FULL, LINEAR],
+        n_routed_experts=6,
+        moe_latent_size=20,
+        moe_intermediate_size=24,
+        moe_shared_expert_intermediate_size=40,
+        mlp_bias=True,
+    )._replace(
+        beside=("out_proj", "shared_experts.up_proj", "shared_experts.down_proj"),
+        targets=(
+            *("fc2_latent_proj", "q_proj", "fc1_latent_proj", "in_proj", "k_proj", "v_proj"),
+            "o_proj",
+        ),
+        others=partial(on_experts, "mixer", up="up_proj"),
+        is_brief=True,
+    ),
 }

@@ -85,6 +85,7 @@ SERVED: dict[tuple[str, str], dict[str, Any]] = {
     ("falcon-h1-normed", "fa2"): {"hidden_size": 64},
     ("nemotron-h", "fa3"): {"head_dim": 16},
     ("nemotron-h-moe", "fa3"): {"head_dim": 16, "layers_block_type": ["moe", "full_attention"]},
+    ("nemotron-h-latent", "fa2"): {"head_dim": 16, "layers_block_type": ["moe", "full_attention"]},
     ("lfm2-moe", "fa2"): {"hidden_size": 64, "layer_types": ["conv", "full_attention"]},
     ("glm4-moe", "fa3"): {"head_dim": 16, "first_k_dense_replace": 0},
     ("ernie-moe", "fa2"): {"head_dim": 16},

@@ -41,6 +41,8 @@ OF_FEW: dict[str, dict[str, Any]] = {
         "vocab_size_per_layer_input": VOCAB,
     },
     "granitemoehybrid": {"layer_types": MIXED},
+    "nemotron-3-nano-30b-a3b": {"layers_block_type": ["moe", "full_attention", "linear_attention"]},
+    "olmo_hybrid": {"layer_types": MIXED},
     "nemotron_h": {"layers_block_type": ["linear_attention", "full_attention", "mlp"]},
 }
 LENGTHS = (1, 7, 40, 100, 200, 300)
@@ -65,7 +67,7 @@ NAMES = [
     if known.config and name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and name not in SAME_TEXT
 ]
 # Of a served family, with parts that its known model has not.
-SHAPES = ["gemma-4-26b-a4b", "gemma-4-e4b"]
+SHAPES = ["gemma-4-26b-a4b", "gemma-4-e4b", "nemotron-3-nano-30b-a3b"]
 # Of transformers' root mean square: what a sum in another order may change.
 SLACK = 1.15
 

@@ -201,7 +201,7 @@ LFM2_MOE = {**LFM2, "model_type": "lfm2_moe", "architectures": ["Lfm2MoeForCausa
         (BAMBA, {"time_step_limit": 3}, "time_step_limit must be two numbers"),
         (NEMOTRON, {"layers_block_type": [LINEAR, "mlp"]}, "without layers that attend"),
         (NEMOTRON, {"layers_block_type": [FULL, "conv"]}, "layers_block_type must list"),
-        (NEMOTRON, {"layers_block_type": ["moe", FULL], "moe_latent_size": 8}, "moe_latent_size"),
+        (NEMOTRON, {"layers_block_type": ["moe", FULL], "moe_latent_size": 0}, "moe_latent_size"),
         (NEMOTRON, {"mamba_hidden_act": "gelu"}, "mamba_hidden_act must be"),
         (FALCON, {"ssm_multipliers": [1.0]}, "ssm_multipliers must be 5 numbers"),
         (FALCON, {"mamba_proj_bias": True, "ssm_in_multiplier": 2.0}, "mamba_proj_bias beside"),

@@ -18,6 +18,7 @@ from loraplex.launcher.bench.engine.offline import SHIPPED
 from loraplex.launcher.known_models import served_families
 from loraplex.server.model.checkpoint.checkpoint import read_config
 from loraplex.server.model.checkpoint.model_files import CONFIG_FILE
+from loraplex.server.model.families.registry import read_model
 from loraplex.server.model.ops.kernel_limits import unsupported
 from loraplex.server.protocol import SamplingParams
 from tests.server.model.driver import EVERY_LOGPROB, Driver, Stream, generate
@@ -64,7 +65,10 @@ SAME_TEXT = {
 NAMES = [
     name
     for name, known in served_families().items()
-    if known.config and name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and name not in SAME_TEXT
+    if known.config
+    and name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    and name not in SAME_TEXT
+    and read_model(known.config).is_causal  # `test_gpu_encoders.py` has the others
 ]
 # Of a served family, with parts that its known model has not.
 SHAPES = ["gemma-4-26b-a4b", "gemma-4-e4b", "nemotron-3-nano-30b-a3b"]

@@ -38,6 +38,8 @@ _PARTS: tuple[_Part, ...] = (
             *("audio_encoder", "text_encoder"),
         ),
     ),
+    _Part("blocks of attention that several layers share", ("num_mem_blocks",)),
+    _Part("sequences without keys and values, since none of its layers attends", ("n_groups",)),
     _Part(
         "state-space layers (Mamba's)",
         (

@@ -7,6 +7,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
+from loraplex.server.model.latent_weights import LatentWeights
 from loraplex.server.model.linear.experts import MoeWeights
 from loraplex.server.model.lora.sites import BranchSites, Sites
 from loraplex.server.model.ops.ops import Ops, Positioned
@@ -180,9 +181,12 @@ class Decoder(Generic[P, L, Y]):
         normed, stream = self.begin(token_ids, plan.positions, lora, embedded)
         last = len(self.mixers) - 1
         for number, mixer in enumerate(self.mixers):
-            of_each = zip(mixer.weights.linears[:-1], mixer.sites, strict=False)
-            products = [self.ops.linear(normed, linear, lora, site) for linear, site in of_each]
-            mixed = self.mix(plan, number, products)
+            if isinstance(mixer.weights, LatentWeights):
+                mixed = self._attend_latents(plan, mixer, mixer.weights, normed, lora)
+            else:
+                of_each = zip(mixer.weights.linears[:-1], mixer.sites, strict=False)
+                products = [self.ops.linear(normed, linear, lora, site) for linear, site in of_each]
+                mixed = self.mix(plan, number, products)
             if meanwhile is not None:
                 meanwhile()
             if number < last:
@@ -196,7 +200,26 @@ class Decoder(Generic[P, L, Y]):
             qkv, *gates = products
             mixed = self.ops.attend(plan, layer, qkv, weights.qk_norm, weights.sinks)
             return self.ops.let_through(mixed, gates[0]) if gates else mixed
+        if isinstance(weights, LatentWeights):
+            raise TypeError("attention to latents begins with the normed rows")
         return self.ops.mix_states(plan, layer, products, weights)
+
+    def _attend_latents(
+        self,
+        plan: P,
+        mixer: PreparedMixer,
+        weights: LatentWeights,
+        normed: torch.Tensor,
+        lora: L | None,
+    ) -> torch.Tensor:
+        *of_q_a, kv_a, q_b, kv_b, _ = mixer.sites
+        ops = self.ops
+        kept = ops.linear(normed, weights.kv_a, lora, kv_a)
+        if weights.q_a is not None and weights.q_norm is not None:
+            q = ops.complete(ops.linear(normed, weights.q_a, lora, of_q_a[0]))
+            normed = ops.norm(q, weights.q_norm)
+        products = (ops.linear(normed, weights.q_b, lora, q_b), kept)
+        return ops.attend_latents(plan, mixer.layer, products, weights, lora, kv_b)
 
     def end(self, mixed: torch.Tensor, stream: Stream, lora: L | None) -> torch.Tensor:
         """Compute from the last mixer to normed hidden states, of any tokens."""

@@ -35,6 +35,7 @@ from loraplex.server.model.ops.ops import KVCache
 from loraplex.server.model.ops.row_states import RowStates
 from loraplex.server.model.ops.sizes import MOST_PADDING
 from loraplex.server.model.sampling.row_sampling import RowSampling
+from loraplex.server.model.spec.latent_spec import LatentSpec
 from loraplex.server.model.spec.model_spec import ModelSpec
 from loraplex.server.model.spec.page_groups import page_groups, page_heads
 from loraplex.server.model.spec.served_as import served_as, with_inputs_as_they_are
@@ -121,6 +122,13 @@ def _build_parts(
     on_gpu = device.type == "cuda"
     if on_gpu and config.kv_dtype == "fp8":
         _require_fp8(torch.cuda.get_device_capability(device))
+    if config.kv_dtype != "auto" and any(
+        isinstance(of, LatentSpec) for of in model.attentions.values()
+    ):
+        raise ConfigError(
+            f"--kv-dtype {config.kv_dtype}: the model keeps latents, which are served as they are"
+            " computed; take auto"
+        )
     free, total = torch.cuda.mem_get_info(device) if on_gpu else (0, 0)
     planned = config
     if on_gpu:

@@ -21,12 +21,14 @@ from loraplex.server.model.checkpoint.stored_forms import stored_forms
 from loraplex.server.model.checkpoint.tensor_table import check_tensors, kinds
 from loraplex.server.model.checkpoint.text_part import model_shards
 from loraplex.server.model.distance_biases import distance_biases
+from loraplex.server.model.latent_weights import LatentWeights, load_latents
 from loraplex.server.model.linear.dense import DenseLinear
 from loraplex.server.model.linear.experts import MoeWeights
 from loraplex.server.model.linear.linear import Linear
 from loraplex.server.model.linear.norm import LayerNorm as LayerNorm
 from loraplex.server.model.linear.norm import Norm as Norm
 from loraplex.server.model.linear.norm import RmsNorm as RmsNorm
+from loraplex.server.model.spec.latent_spec import LatentSpec
 from loraplex.server.model.spec.linear_spec import LinearSpec
 from loraplex.server.model.spec.model_spec import (
     SINKS,
@@ -98,7 +100,7 @@ class MlpWeights:
         return *gate, self.gate_up, self.down
 
 
-MixerWeights = AttentionWeights | StateWeights
+MixerWeights = AttentionWeights | LatentWeights | StateWeights
 BranchWeights = MixerWeights | MlpWeights | MoeWeights
 
 
@@ -334,6 +336,10 @@ def _norm(source: WeightSource, spec: NormSpec, layer: int | None = None) -> Nor
 
 def _load_branch(source: WeightSource, spec: Branch, index: int) -> BranchWeights:
     match spec:
+        case LatentSpec():
+            of_q, of_latents = spec.q_a_norm, _norm(source, spec.latent_norm, index)
+            q_norm = None if of_q is None else _norm(source, of_q, index)
+            return load_latents(source, spec, index, q_norm, of_latents)
         case AttentionSpec():
             path = layer_path(index, "self_attn")
             return AttentionWeights(

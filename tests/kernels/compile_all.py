@@ -25,6 +25,12 @@ from loraplex.server.kernels.attention.decode_attention import (
 )
 from loraplex.server.kernels.attention.decode_inputs import gather_inputs, gather_pages
 from loraplex.server.kernels.attention.decode_work import WorkLayout
+from loraplex.server.kernels.attention.latent_append import LatentNorm, latent_append
+from loraplex.server.kernels.attention.latent_attention import (
+    latent_decodes,
+    latent_prompts,
+    latent_tiles,
+)
 from loraplex.server.kernels.attention.pages import CachePages, widen_pages
 from loraplex.server.kernels.attention.prompt_attention import prompt_attention, tile_shape
 from loraplex.server.kernels.attention.rope_append import rope_append
@@ -49,6 +55,7 @@ from loraplex.server.kernels.linear.skinny import skinny_product
 from loraplex.server.kernels.linear.skinny_lora import SkinnyLora, skinny_product_lora
 from loraplex.server.kernels.linear.stack import allocate_stack, stack_rows
 from loraplex.server.kernels.lora.expand import expand
+from loraplex.server.kernels.lora.latent_lora import HeadRows, add_latent_lora
 from loraplex.server.kernels.lora.pending import PendingDelta, PendingLora
 from loraplex.server.kernels.lora.scale_outputs import scale_outputs
 from loraplex.server.kernels.lora.segments import allocate_segments, route
@@ -99,6 +106,7 @@ WIDTHS = (512, 128, 128)
 HALVES, NONE = Rotation(torch.zeros(8, 64)), Rotation(torch.zeros(8, 0))
 PART = Rotation(torch.zeros(8, 48), q_scale=torch.zeros(8))
 NEIGHBOURS = Rotation(torch.zeros(8, 32), interleaved=True)
+SCALED = Rotation(torch.zeros(8, 32), q_scale=torch.zeros(8))
 ACTIVATIONS: tuple[Activation, ...] = ("gelu_tanh", "silu")
 
 
@@ -326,6 +334,30 @@ def prompts(capability: int) -> None:
             prompt_attention(q, CachePages(pages, pages), *context)
 
 
+def latents(capability: int) -> None:
+    """Of few heads and of many; of decodes, of prompts, and LoRA of what is absorbed."""
+    early, table = capability >= 90, LoraTable(2, 8, CPU)
+    places, page_table = torch.zeros(4, dtype=torch.int64), torch.zeros(4, 4, dtype=torch.int64)
+    layout = WorkLayout((None,), 4)
+    work = layout.items(torch.zeros(layout.length, dtype=torch.int32))
+    view = DecodeBatchView(places.int(), places, page_table, work)
+    tiles, slots = torch.zeros(4, 4, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+    for heads, latent, part, rotation in ((20, 512, 64, NEIGHBOURS), (128, 256, 32, SCALED)):
+        q = torch.zeros(4, heads, latent + part, dtype=DTYPE)
+        pages = torch.zeros(4, 16, 1, latent + part, dtype=DTYPE)
+        norm, product = LatentNorm(q[0, 0, :latent], 1e-6), torch.zeros(4, heads * (64 + part))
+        for where in (places, view):
+            context = (pages, norm, rotation, places, where)
+            latent_append(product.to(DTYPE), q[:, 0].contiguous(), q, *context)
+        out, scratch = q[..., :latent].contiguous(), DecodeScratch(4, heads, latent, CPU)
+        latent_decodes(q, view, pages, PLAIN, scratch, out, programmatic_launch=early)
+        shape = latent_tiles(heads, divmod(capability, 10))
+        latent_prompts(q, pages, page_table, tiles, shape, 1.0, out)
+        rows = HeadRows(64, 64)
+        add_latent_lora(q[..., :64], q[..., :latent], slots, table, 0, rows, "keys")
+        add_latent_lora(out, q[..., :64], slots, table, 0, rows, "values")
+
+
 def whole_texts() -> None:
     """Of padded head sizes, with and without a window and a soft cap; with biases."""
     tiles, biases = torch.zeros(4, 3, dtype=torch.int32), torch.zeros(8, 15)
@@ -435,6 +467,7 @@ def main() -> None:
         lora(configs, "mixed", 300)
         lora(configs, "decode", 256)
         prompts(capability)
+        latents(capability)
         whole_texts()
         experts(configs.programmatic_launch)
         states()

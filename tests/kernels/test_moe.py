@@ -89,6 +89,7 @@ def test_weights_are_scaled_by_expert(device: torch.device) -> None:
         (False, {"rule": "sigmoid_top_k", "correction": False, "groups": (3, 2)}),
         (True, {"rule": "softmax_top_k_normed", "norm_floor": 0.4}),
         (False, {"rule": "softmax_top_k", "groups": (2, 1)}),
+        (False, {"rule": "softmax_top_k", "groups": (4, 2), "best_of_group": 1}),
     ],
 )
 @pytest.mark.parametrize("tokens", [3, 50])

@@ -4,6 +4,7 @@ from loraplex.launcher.known_models import KnownModel, served_families
 from loraplex.server.model.families.registry import architectures, read_model
 from loraplex.server.model.ops.kernel_limits import unsupported
 from loraplex.server.model.ops.memory import layer_token_bytes, weights_bytes
+from loraplex.server.model.spec.latent_spec import LatentSpec
 from loraplex.server.model.spec.model_spec import AttentionSpec, MlpSpec, ModelSpec, StepSpec
 from loraplex.server.model.spec.moe_spec import MoeSpec
 from loraplex.server.model.spec.state_spec import DeltaNetSpec, Mamba2Spec, ShortConvSpec
@@ -89,6 +90,7 @@ def _blocks(known: KnownModel) -> str:
         ),
         "norms of q and k behind the rotation": any(of.norms_rotated for of in attentions),
         **{name: any(isinstance(each, kind) for each in mixers) for name, kind in _STATES.items()},
+        "latent attention": any(isinstance(of, LatentSpec) for of in attentions),
         "gated attention": any(of.is_gated for of in attentions),
         "windows": any(window is not None for window in model.windows),
         "sinks": any(of.sinks for of in attentions),

@@ -9,6 +9,7 @@ from loraplex.launcher.bench.errors import BenchError
 from loraplex.server.model.checkpoint.area import whole
 from loraplex.server.model.checkpoint.mxfp4 import E2M1, SCALE_BIAS
 from loraplex.server.model.checkpoint.mxfp4 import grouped as grouped_mxfp4
+from loraplex.server.model.latent_weights import LatentWeights
 from loraplex.server.model.linear.dense import DenseLinear
 from loraplex.server.model.linear.experts import ExpertsLinear, MoeWeights
 from loraplex.server.model.linear.linear import Linear
@@ -29,6 +30,7 @@ from loraplex.server.model.quantisation.forms import (
     input_form,
 )
 from loraplex.server.model.quantisation.quantisation import Quantisation
+from loraplex.server.model.spec.latent_spec import LatentSpec
 from loraplex.server.model.spec.linear_spec import MXFP4_BLOCK, LinearSpec
 from loraplex.server.model.spec.model_spec import (
     AttentionSpec,
@@ -147,6 +149,13 @@ class _RandomWeights:
 
     def _branch(self, index: int, spec: Branch) -> BranchWeights:
         match spec:
+            case LatentSpec():
+                q_a = None if spec.q_a is None else self.linear(spec.q_a, index)
+                kv_a, q_b, o = (self.linear(each, index) for each in (spec.qkv, spec.q_b, spec.o))
+                kv_b = DenseLinear(self.matrix(spec.kv_b.out_features, spec.latent))
+                of_latents = RmsNorm(self._ones(spec.latent), spec.latent_norm.epsilon)
+                q_norm = self._optional(spec.q_a_norm)
+                return LatentWeights(spec, q_a, kv_a, q_b, kv_b, o, q_norm, of_latents)
             case AttentionSpec():
                 heads = spec.num_heads + (spec.num_kv_heads if spec.k_norm else 0)
                 return AttentionWeights(

@@ -249,7 +249,7 @@ def _decode_attention_kernel(
             sinks_ptr, kv_head, (inner, outer), GROUP, KV_HEADS, HEAD_DIM, PAGE_SIZE,
             max(16, BLOCK_Q), BLOCK_N, BLOCK_H, PARTS, CAPPED, WINDOWED, SINKS,
         )  # fmt: skip
-        _write(
+        write_result(
             so_far, item, number, (position - origin) // piece + 1, kv_head,
             out_ptr + seq.to(tl.int64) * (GROUP * KV_HEADS * HEAD_DIM), cache[4], scratch,
             seq * (GROUP * KV_HEADS), GROUP, GROUP * KV_HEADS, HEAD_DIM, max(16, BLOCK_Q), BLOCK_H,
@@ -693,7 +693,7 @@ def _add_pv(q: tl.tuple, acc: tl.tensor, weight: tl.tensor, v: tl.tensor) -> Any
 
 
 @triton.jit
-def _write(
+def write_result(
     so_far: tl.tuple,
     item: tl.tensor,
     number: tl.tensor,

@@ -21,8 +21,8 @@ class ChoiceRule(NamedTuple):
     one's sigmoid. Their scores are their weights. of_chosen: divided by their sum, which is at
     least `floor`, and `added` to it. factor: of weights. rounded: their dtype; None = float32.
     correction: float32 `[experts]`, which is added to scores where experts are chosen. groups: how
-    many experts are in, and of how many experts are chosen: those whose two largest scores have the
-    largest sums. scales: float32 `[experts]`, which multiply weights at last.
+    many experts are in, and of how many experts are chosen: those whose `of_group` largest scores,
+    one or two, have the largest sums. scales: float32 `[experts]`, which multiply weights at last.
     """
 
     of_chosen: bool = False
@@ -32,6 +32,7 @@ class ChoiceRule(NamedTuple):
     added: float = 0.0
     factor: float = 1.0
     groups: tuple[int, int] = (1, 1)
+    of_group: int = 2
     correction: torch.Tensor | None = None
     scales: torch.Tensor | None = None
 
@@ -52,6 +53,7 @@ class ChoiceRule(NamedTuple):
             "ADDED": self.added,
             "FACTOR": self.factor,
             "GROUPS": self.groups[0],
+            "OF_GROUP": self.of_group,
             "BEST": self.groups[1],
             "BY_SCORES": self.by_scores,
             "CORRECTED": self.correction is not None,
@@ -156,6 +158,7 @@ def _choose_kernel(
     ADDED: tl.constexpr,
     FACTOR: tl.constexpr,
     GROUPS: tl.constexpr,
+    OF_GROUP: tl.constexpr,
     BEST: tl.constexpr,
     BY_SCORES: tl.constexpr,
     CORRECTED: tl.constexpr,
@@ -167,7 +170,7 @@ def _choose_kernel(
     token = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     scores, keys = _scores(
         logits_ptr, correction_ptr, token,
-        EXPERTS, BLOCK_E, SIGMOID, SHARED, GROUPS, BEST, BY_SCORES, CORRECTED,
+        EXPERTS, BLOCK_E, SIGMOID, SHARED, GROUPS, OF_GROUP, BEST, BY_SCORES, CORRECTED,
     )  # fmt: skip
     chosen, weights = _chosen(scores, keys, TOP_K, BLOCK_E, BLOCK_K)
     weights = _weighed(
@@ -206,6 +209,7 @@ def _assign_kernel(
     ADDED: tl.constexpr,
     FACTOR: tl.constexpr,
     GROUPS: tl.constexpr,
+    OF_GROUP: tl.constexpr,
     BEST: tl.constexpr,
     BY_SCORES: tl.constexpr,
     CORRECTED: tl.constexpr,
@@ -218,7 +222,7 @@ def _assign_kernel(
     there = tl.minimum(token, tokens - 1)
     scores, keys = _scores(
         logits_ptr, correction_ptr, there,
-        EXPERTS, BLOCK_E, SIGMOID, SHARED, GROUPS, BEST, BY_SCORES, CORRECTED,
+        EXPERTS, BLOCK_E, SIGMOID, SHARED, GROUPS, OF_GROUP, BEST, BY_SCORES, CORRECTED,
     )  # fmt: skip
     chosen, weights = _chosen(scores, keys, TOP_K, BLOCK_E, BLOCK_K)
     weights = _weighed(
@@ -261,6 +265,7 @@ def _scores(
     SIGMOID: tl.constexpr,
     SHARED: tl.constexpr,
     GROUPS: tl.constexpr,
+    OF_GROUP: tl.constexpr,
     BEST: tl.constexpr,
     BY_SCORES: tl.constexpr,
     CORRECTED: tl.constexpr,
@@ -285,7 +290,7 @@ def _scores(
             keys += tl.load(correction_ptr + e, mask=e < EXPERTS, other=0.0)
         keys = _numbers(keys, e, EXPERTS)
     if BEST < GROUPS:
-        keys = _of_groups(keys, e, EXPERTS // GROUPS, GROUPS, BEST, BLOCK_E)
+        keys = _of_groups(keys, e, EXPERTS // GROUPS, GROUPS, OF_GROUP, BEST, BLOCK_E)
     return scores, keys
 
 
@@ -301,6 +306,7 @@ def _of_groups(
     e: tl.tensor,
     SIZE: tl.constexpr,
     GROUPS: tl.constexpr,
+    OF_GROUP: tl.constexpr,
     BEST: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ) -> Any:
@@ -309,9 +315,10 @@ def _of_groups(
     for i in tl.static_range(GROUPS):
         mine = tl.where(e // SIZE == i, keys, float("-inf"))
         first = tl.max(mine, axis=1)
-        place = tl.min(tl.where(mine == first[:, None], e, BLOCK_E), axis=1)
-        second = tl.max(tl.where(e == place[:, None], float("-inf"), mine), axis=1)
-        sums = tl.where(e == i, (first + second)[:, None], sums)
+        if OF_GROUP == 2:
+            place = tl.min(tl.where(mine == first[:, None], e, BLOCK_E), axis=1)
+            first += tl.max(tl.where(e == place[:, None], float("-inf"), mine), axis=1)
+        sums = tl.where(e == i, first[:, None], sums)
     kept = tl.full(keys.shape, float("-inf"), tl.float32)
     for _ in tl.static_range(BEST):
         best = tl.max(sums, axis=1)

@@ -4,6 +4,7 @@ from msgspec.structs import replace
 
 from loraplex.adapters.sharding import Span, total_width
 from loraplex.server.config import ConfigError
+from loraplex.server.model.spec.latent_spec import LatentSpec
 from loraplex.server.model.spec.linear_spec import LinearSpec, Part
 from loraplex.server.model.spec.model_spec import (
     AttentionSpec,
@@ -75,6 +76,8 @@ def shard_counts(model: ModelSpec) -> tuple[int, ...]:
 def _heads(attention: AttentionSpec) -> tuple[Span, Span]:
     """Features of q, and of k or v."""
     head = attention.head_dim
+    if isinstance(attention, LatentSpec):  # each device keeps the latent whole
+        return Span(attention.q_size, attention.value_dim), Span(head, head)
     return Span(attention.q_size, head), Span(attention.kv_size, head)
 
 
@@ -99,6 +102,9 @@ def sharded_states(spec: StateSpec, count: int) -> StateSpec:
 
 
 def _branch(branch: Branch, count: int) -> Branch:
+    if isinstance(branch, LatentSpec):
+        q_b, kv_b, o = (_linear(linear, count) for linear in (branch.q_b, branch.kv_b, branch.o))
+        return replace(branch, q_b=q_b, kv_b=kv_b, o=o, num_heads=branch.num_heads // count)
     if isinstance(branch, AttentionSpec):
         return _attention(branch, count)
     if isinstance(branch, StateSpec):

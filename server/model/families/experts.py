@@ -149,11 +149,6 @@ def read_scored(
     correction: its path. factor, normed: where `config.json` says nothing.
     """
     config = fields.config
-    groups, best = fields.positive("n_group", 1), fields.positive("topk_group", 1)
-    if moe.experts % groups or best > groups or moe.top_k * groups > moe.experts * best:
-        fields.refuse(f"{moe.experts} experts in {groups} groups, of which {best} are chosen")
-    elif groups > 1 and moe.experts // groups < _BEST_OF_GROUP:
-        fields.refuse(f"n_group: a group must have {_BEST_OF_GROUP} experts, got {groups} groups")
     normed = bool(config.get("norm_topk_prob", normed))
     return replace(
         moe,
@@ -161,10 +156,21 @@ def read_scored(
         wide_router=True,
         wide_weights=True,
         correction=(correction, (moe.experts,)),
-        groups=(groups, best),
+        groups=read_groups(fields, moe, _BEST_OF_GROUP),
         norm_floor=_FLOOR,
         factor=fields.number(config, "routed_scaling_factor", factor),
     )
+
+
+def read_groups(fields: Fields, moe: MoeSpec, best_of_group: int) -> tuple[int, int]:
+    """Read how many groups of experts there are, and how many of these a token may choose from.
+    best_of_group: scores of a group that count."""
+    groups, best = fields.positive("n_group", 1), fields.positive("topk_group", 1)
+    if moe.experts % groups or best > groups or moe.top_k * groups > moe.experts * best:
+        fields.refuse(f"{moe.experts} experts in {groups} groups, of which {best} are chosen")
+    elif groups > 1 and moe.experts // groups < best_of_group:
+        fields.refuse(f"n_group: a group must have {best_of_group} experts, got {groups} groups")
+    return groups, best
 
 
 def read_first_dense(fields: Fields, sizes: ModelSizes, usual: int) -> frozenset[int]:

@@ -46,6 +46,7 @@ FULL, WINDOWED = "full_attention", "sliding_attention"
 _POSITIONS: dict[int, tuple[str, ...]] = {
     1024: ("gpt2", "gpt_bigcode"),
     2048: (
+        "deepseek_v2",
         *("dots1", "exaone4", "exaone_moe", "granite", "granitemoe", "granitemoehybrid"),
         *("granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "llama", "olmo", "olmo2"),
         *("olmo3", "phi", "codegen", "falcon", "gpt_neox", "gptj"),
@@ -53,13 +54,14 @@ _POSITIONS: dict[int, tuple[str, ...]] = {
     ),
     128000: ("lfm2", "lfm2_moe"),
     4096: (
+        *("deepseek_v3", "kimi_k2"),
         *("arcee", "exaone", "flex_olmo", "helium", "nemotron", "olmoe", "phi3"),
         *("nemotron_h", "stablelm", "starcoder2"),
     ),
     8192: ("cohere", "cohere2", "falcon_h1", "gemma", "gemma2", "vaultgemma"),
     32768: (
-        *("internlm3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text"),
-        *("qwen3_moe", "qwen3_next", "smollm3"),
+        *("internlm3", "minicpm3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text"),
+        *("qwen3_5_text", "qwen3_moe", "qwen3_next", "smollm3"),
     ),
     16384: ("afmoe",),
     65536: ("apertus", "olmo_hybrid"),
@@ -68,8 +70,10 @@ _POSITIONS: dict[int, tuple[str, ...]] = {
         *("gemma4_text", "ministral", "mistral", "mixtral", "phimoe"),
     ),
     196608: ("minimax_m2",),
+    202752: ("glm4_moe_lite",),
     262144: ("bamba", "gemma4_unified_text", "ministral3"),
     524288: ("seed_oss",),
+    1048576: ("mistral4",),
 }
 _MOST_LAYERS = 4096
 _EXTRA_LAYERS = "num_nextn_predict_layers"

@@ -66,7 +66,6 @@ _PARTS: tuple[_Part, ...] = (
     ),
     _Part("layers of convolutions", ("conv_L_cache",), kinds=("conv",)),
     _Part("attention over convolved keys and values", ("cca_time0",)),
-    _Part("multi-head latent attention (MLA)", ("kv_lora_rank",)),
     _Part(
         "attention to tokens that an index chooses, or to compressed ones",
         ("index_topk", "index_topk_blocks", "o_lora_rank", "compress_ratios"),
@@ -86,6 +85,7 @@ _PARTS: tuple[_Part, ...] = (
     _Part("a gate of what attention gives", ("gating", "use_attention_gate")),
     _Part("layers of different widths, or without attention", ("block_configs",)),
     _Part("experts within attention", named=("kv_channels",)),
+    _Part("experts that give back what they read", ("zero_expert_num",)),
     _Part("differential attention", ("lambda_std_dev",)),
     _Part("attention masks that depend on the values", ("keep_window_size",)),
     _Part("a model of bytes and patches, where others have tokens", ("patching_mode",)),

@@ -13,6 +13,7 @@ from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.families.head_forms import architecture_of, head_form, with_head
 from loraplex.server.model.families.readers import (
     bert,
+    deepseek,
     exaone,
     falcon_h1,
     gemma,
@@ -69,6 +70,8 @@ FAMILIES: dict[str, Family] = {
     "cohere2": Family("Cohere2ForCausalLM", layer_normed.read_cohere2),
     "cwm": Family("CwmForCausalLM", mistral.read_cwm),
     "deepseek": Family("DeepseekForCausalLM", routed.read_deepseek),
+    "deepseek_v2": Family("DeepseekV2ForCausalLM", deepseek.read_v2),
+    "deepseek_v3": Family("DeepseekV3ForCausalLM", deepseek.read_v3),
     "distilbert": Family("DistilBertModel", bert.read_distilbert),
     "electra": Family("ElectraModel", bert.read_electra),
     "dots1": Family("Dots1ForCausalLM", routed.read_dots1),
@@ -78,6 +81,7 @@ FAMILIES: dict[str, Family] = {
     "falcon_h1": Family("FalconH1ForCausalLM", falcon_h1.read),
     "flex_olmo": Family("FlexOlmoForCausalLM", routed.read_flex_olmo),
     "glm4_moe": Family("Glm4MoeForCausalLM", routed.read_glm4_moe),
+    "glm4_moe_lite": Family("Glm4MoeLiteForCausalLM", deepseek.read_glm_lite),
     "granitemoe": Family("GraniteMoeForCausalLM", granite.read_moe),
     "granitemoeshared": Family("GraniteMoeSharedForCausalLM", granite.read_moe),
     "hunyuan_v1_moe": Family("HunYuanMoEV1ForCausalLM", routed.read_hunyuan_moe),
@@ -106,6 +110,7 @@ FAMILIES: dict[str, Family] = {
     "hunyuan_v1_dense": Family("HunYuanDenseV1ForCausalLM", renamed.read_hunyuan),
     "internlm2": Family("InternLM2ForCausalLM", hub_code.read_internlm2),
     "internlm3": Family("InternLM3ForCausalLM", renamed.read_internlm3, others=_LLAMA),
+    "kimi_k2": Family("DeepseekV3ForCausalLM", deepseek.read_v3),
     "lfm2": Family("Lfm2ForCausalLM", lfm2.read),
     "lfm2_moe": Family("Lfm2MoeForCausalLM", lfm2.read_moe),
     "llama": Family("LlamaForCausalLM", llama.read),

@@ -183,10 +183,13 @@ class _Source(NamedTuple):
     def _yarn(self, plain: RopeSpec) -> RopeSpec:
         original = self._original_context()
         factor = self.number("factor", self.sizes.positions / original)
-        mscale, all_dim = self.table.get("mscale"), self.table.get("mscale_all_dim")
-        attention = _yarn_mscale(factor, 1.0)
+        mscale, all_dim = (
+            self.number(key) if self.table.get(key) else None
+            for key in ("mscale", "mscale_all_dim")
+        )
+        attention = yarn_mscale(factor, 1.0)
         if mscale and all_dim:
-            attention = _yarn_mscale(factor, mscale) / _yarn_mscale(factor, all_dim)
+            attention = yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim)
         return replace(
             plain,
             kind="yarn",
@@ -223,6 +226,6 @@ class _Source(NamedTuple):
         return tuple(self.fields.number({key: value}, key, None) for value in values)
 
 
-def _yarn_mscale(factor: float, mscale: float) -> float:
+def yarn_mscale(factor: float, mscale: float) -> float:
     """YaRN, section 3.4: softens attention as the context grows."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

@@ -15,6 +15,7 @@ from loraplex.server.kernels.attention.decode_attention import (
     decode_attention,
 )
 from loraplex.server.kernels.attention.decode_work import DecodeItems, WorkLayout
+from loraplex.server.kernels.attention.latent_attention import latent_decodes
 from loraplex.server.kernels.attention.rotation import QkNorm, Rotation
 from loraplex.server.kernels.lora.pending import PendingDelta
 from loraplex.server.model.ops.cache_pages import cache_pages
@@ -115,6 +116,15 @@ class PagedAttention:
         view = batch[self.cache.groups.group(layer)]
         context = (view, cache_pages(self.cache, layer), *rotation, scores, self._scratch, out)
         decode_attention(qkv, pending, *context, programmatic_launch=self._programmatic_launch)
+
+    def decode_latents(
+        self, batch: tuple[DecodeBatchView, ...], layer: int, q: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Compute attention of decodes to latents, as `latent_decodes` does. batch: for each group
+        of layers."""
+        view, pages = batch[self.cache.groups.group(layer)], self.cache.of(layer)[0]
+        context = (view, pages, self._scores[layer], self._scratch, out)
+        latent_decodes(q, *context, programmatic_launch=self._programmatic_launch)
 
     def _plan_decodes(
         self, layout: StepLayout, decodes: int, turns: torch.Tensor | None

@@ -115,6 +115,7 @@ def choice_rule(weights: MoeWeights, dtype: torch.dtype) -> ChoiceRule:
         added=spec.norm_added,
         factor=spec.factor,
         groups=spec.groups,
+        of_group=spec.best_of_group,
         correction=weights.correction,
         scales=weights.scales,
     )

@@ -108,6 +108,6 @@ def _choose(scores: torch.Tensor, weights: MoeWeights) -> torch.Tensor:
     if count == best:
         return scores
     grouped = scores.unflatten(-1, (count, -1))
-    sums = grouped.topk(2).values.sum(-1)
+    sums = grouped.topk(weights.spec.best_of_group).values.sum(-1)
     kept = torch.zeros_like(sums, dtype=torch.bool).scatter_(-1, sums.topk(best).indices, True)
     return torch.where(kept.unsqueeze(-1), grouped, -torch.inf).flatten(-2)

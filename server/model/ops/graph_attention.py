@@ -12,6 +12,7 @@ from loraplex.server.model.ops.attention_cuda import Attention, decode_views
 from loraplex.server.model.ops.ops import StepLayout
 from loraplex.server.model.ops.ops_cuda import CudaOps, CudaPlan
 from loraplex.server.model.ops.prompt_attention import PromptAttention
+from loraplex.server.model.spec.latent_spec import LatentSpec
 
 _ALL = slice(0, None)
 
@@ -36,8 +37,10 @@ class GraphAttention:
         self._turns = torch.zeros(most_tokens, dtype=torch.int64, device=device)
         slots = (len(page_table), most_tokens)
         self._kv_slots = torch.full(slots, -1, dtype=torch.int64, device=device)
+        attentions = ops.model.attentions.values()
+        self._keeps_all = any(isinstance(of, LatentSpec) for of in attentions)
         # What pads a step reads what earlier ones left.
-        widest = max(attention.q_size for attention in ops.model.attentions.values())
+        widest = max(attention.q_size for attention in attentions)
         self.attended = torch.zeros(most_tokens * widest, dtype=ops.cache.dtype, device=device)
         length = most_tokens + ops.decode_work(most_decodes).length
         self._packed = torch.zeros(length, dtype=torch.int32, device=device)
@@ -59,8 +62,10 @@ class GraphAttention:
         turns = self._ops.rotations.turns(layout.positions, layout.token_rows, layout.long_rows)
         if turns is not None:
             self._turns[:tokens].copy_(turns.roll(-n))
-        self._kv_slots[:, :first].copy_(self._ops.kv_slots(layout)[:, n:])
-        self._kv_slots[:, first:size].fill_(-1)
+        # Decodes write their own keys and values, but for latents.
+        kept = tokens if self._keeps_all else first
+        self._kv_slots[:, :kept].copy_(self._ops.kv_slots(layout).roll(-n, 1)[:, :kept])
+        self._kv_slots[:, kept:size].fill_(-1)
         packed = np.zeros(len(self._packed), dtype=np.int32)
         packed[first:tokens] = layout.seq_rows[:n]
         self._work(size).cut(layout.starts[:n] + 1, packed[size:], first)

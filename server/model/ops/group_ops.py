@@ -77,7 +77,7 @@ class GroupOps(Generic[P, L, Y]):
         self.plan: Callable[[StepLayout], P] = ops.plan
         self.lora: Callable[[np.ndarray], L | None] = ops.lora
         self.gated, self.activated, self.moe = ops.gated, ops.activated, ops.moe
-        self.let_through = ops.let_through
+        self.let_through, self.attend_latents = ops.let_through, ops.attend_latents
         self.plus, self.scaled = ops.plus, ops.scaled
         self.complete, self.completed = ops.complete, ops.completed
         self.norm, self.add_norm, self.norm_own = ops.norm, ops.add_norm, ops.norm_own

@@ -1,6 +1,7 @@
 """Which models the GPU's kernels compute, and why others are left to the reference operations.
 Pure."""
 
+from loraplex.server.model.spec.latent_spec import LatentSpec
 from loraplex.server.model.spec.model_spec import ModelSpec
 from loraplex.server.model.spec.moe_spec import MoeSpec
 
@@ -25,6 +26,9 @@ def unsupported(model: ModelSpec, dtype: str, capability: tuple[int, int]) -> st
     experts = (feed for layer in model.layers for feed in layer.feed_forwards)
     if any(isinstance(feed, MoeSpec) and feed.rule == "sparse_mixer" for feed in experts):
         return "the kernels choose all experts of a token at once, the model one after the other"
+    attentions = model.attentions.values()
+    if latents := {(of.latent, of.turned) for of in attentions if isinstance(of, LatentSpec)}:
+        return _beyond_latents(*latents.pop())
     widest = _WIDEST_HEAD if model.is_causal else _WIDEST_OF_TEXTS
     for size in {attention.head_dim for attention in model.attentions.values()}:
         if size % _HEAD_DIM_STEP or size > widest:
@@ -32,4 +36,15 @@ def unsupported(model: ModelSpec, dtype: str, capability: tuple[int, int]) -> st
                 f"the kernels' head sizes are multiples of {_HEAD_DIM_STEP} up to {widest},"
                 f" the model's is {size}"
             )
+    return None
+
+
+def _beyond_latents(latent: int, part: int) -> str | None:
+    """Why the kernels cannot serve attention to latents of this size, with a rotated part of that
+    one, or None."""
+    if latent % _HEAD_DIM_STEP or latent > _WIDEST_HEAD or part % _HEAD_DIM_STEP or part > latent:
+        return (
+            f"the kernels' latents are multiples of {_HEAD_DIM_STEP} up to {_WIDEST_HEAD}, and"
+            f" their rotated parts no wider; the model's are {latent} and {part}"
+        )
     return None

@@ -11,6 +11,7 @@ from loraplex.server.engine.executor import ExecutorLimits, MemoryLine
 from loraplex.server.engine.memory.room import pages_held, tokens_that_fit
 from loraplex.server.model.ops.sizes import MOST_PADDING
 from loraplex.server.model.quantisation.forms import multiplies_rounded, packed_bytes
+from loraplex.server.model.spec.latent_spec import LatentSpec
 from loraplex.server.model.spec.linear_spec import MXFP4_BLOCK, MXFP4_TENSORS, LinearSpec
 from loraplex.server.model.spec.model_spec import AttentionSpec, LayerSpec, ModelSpec, layer_path
 from loraplex.server.model.spec.moe_spec import MoeSpec
@@ -151,7 +152,9 @@ def _mixer_width(layer: LayerSpec) -> int:
     """Numbers that a token needs within attention, or within what mixes tokens by a state."""
     found = 0
     for branch in layer.branches:
-        if isinstance(branch, AttentionSpec):
+        if isinstance(branch, LatentSpec):  # queries, of features and of latents, and results
+            found += branch.num_heads * 3 * branch.head_dim + 3 * branch.q_size
+        elif isinstance(branch, AttentionSpec):
             has_gates = branch.is_gated or branch.gate is not None
             found += (7 if has_gates else 3) * branch.q_size
         elif isinstance(branch, DeltaNetSpec):

@@ -11,9 +11,11 @@ from typing import Protocol, TypeVar
 import numpy as np
 import torch
 
+from loraplex.server.model.latent_weights import LatentWeights
 from loraplex.server.model.linear.experts import MoeWeights
 from loraplex.server.model.linear.linear import Linear
 from loraplex.server.model.lora.sites import BranchSites, Site
+from loraplex.server.model.spec.latent_spec import LatentSpec
 from loraplex.server.model.spec.model_spec import Activation, AttentionSpec, ModelSpec
 from loraplex.server.model.spec.page_groups import NO_PAGES, PageGroups
 from loraplex.server.model.state_weights import StateWeights
@@ -59,6 +61,10 @@ class KVCache:
 
     def _views(self, attention: AttentionSpec, place: int) -> tuple[torch.Tensor, torch.Tensor]:
         shape = (self.page_size, attention.num_kv_heads, attention.head_dim)
+        if isinstance(attention, LatentSpec):  # a key, whose first features are the value
+            size = prod(shape)
+            k = self.pool[:, place * size :][:, :size].unflatten(1, shape)
+            return k, k[..., : attention.latent]
         size = prod(shape)
         k, v = self.pool[:, 2 * place * size :][:, : 2 * size].split(size, dim=1)
         return k.unflatten(1, shape), v.unflatten(1, shape)
@@ -289,6 +295,24 @@ class Ops(Protocol[P, L, Y]):
         qkv `[tokens, (heads + 2 kv_heads) * head_dim]`, or of fewer parts (`AttentionSpec.parts`),
         may be overwritten; with gates it has twice the heads of q. qk_norm `[heads + kv_heads,
         head_dim]`, or of q alone, sinks float32 `[heads]`; None = without.
+        """
+        ...
+
+    def attend_latents(
+        self,
+        plan: P,
+        layer: int,
+        products: tuple[Y, Y],
+        weights: LatentWeights,
+        lora: L | None,
+        site: Site,
+    ) -> torch.Tensor:
+        """Attention as the layer's LatentSpec says: norm the latent, rotate q's part and the shared
+        one, write them, attend over latents with `kv_b` absorbed in q and in the result:
+        -> `[tokens, heads * value_dim]`.
+
+        products: of `q_b`, `[tokens, heads * (nope + rope)]`, and of `kv_a`, `[tokens, latent +
+        rope]`. lora, site: adapters of `kv_b`.
         """
         ...
 

@@ -8,7 +8,9 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from loraplex.server.kernels.attention.decode_attention import DecodeBatchView
 from loraplex.server.kernels.attention.decode_work import WorkLayout
+from loraplex.server.kernels.attention.latent_append import LatentNorm, latent_append
 from loraplex.server.kernels.attention.rope_append import rope_append
 from loraplex.server.kernels.attention.rope_append_lora import rope_append_lora
 from loraplex.server.kernels.attention.rotation import QkNorm, Rotation
@@ -20,6 +22,7 @@ from loraplex.server.kernels.pointwise.gated_lora import gated_lora
 from loraplex.server.kernels.pointwise.shared_terms import SharedTerms
 from loraplex.server.kernels.pointwise.sum_norm import sum_norm
 from loraplex.server.model.devices.group import DeviceSum
+from loraplex.server.model.latent_weights import LatentWeights
 from loraplex.server.model.linear.experts import MoeWeights
 from loraplex.server.model.linear.linear import Linear
 from loraplex.server.model.lora.lora import AdapterTable, Reach
@@ -37,6 +40,7 @@ from loraplex.server.model.ops.attention_cuda import NOTHING, Attention, PagedAt
 from loraplex.server.model.ops.cache_pages import cache_pages
 from loraplex.server.model.ops.device_lora import DeviceLora, LoraBatches
 from loraplex.server.model.ops.experts_cuda import Experts, wide_logits
+from loraplex.server.model.ops.latents_cuda import AbsorbedProducts
 from loraplex.server.model.ops.lora_linear import (
     ByExperts,
     Deferred,
@@ -438,6 +442,46 @@ class CudaOps:
             self._paged.decode(batch, layer, y[rows], delta, rotation, sinks, heads[rows])
         if attention.prefill is not None and q is not None:
             attention.prefill.run(layer, q, heads[attention.prompts], sinks)
+        return out
+
+    def attend_latents(
+        self,
+        plan: CudaPlan,
+        layer: int,
+        products: tuple[LinearOutput, LinearOutput],
+        weights: LatentWeights,
+        lora: DeviceLora | None,
+        site: Site,
+    ) -> torch.Tensor:
+        q, kept = (self.complete(product) for product in products)
+        attention, rotation = plan.attention, self.rotations[layer]
+        scales = None if rotation.q_scale is None else rotation.q_scale[plan.angles]
+        absorbed = AbsorbedProducts(weights, lora, self.table.device_table, site)
+        queries = absorbed.queries(q, scales)
+        group, pages = self.cache.groups.group(layer), self.cache.of(layer)[0]
+        if plan.slots is not None:
+            places: torch.Tensor | DecodeBatchView = plan.slots[group]
+        elif attention.decode is not None:
+            places = attention.decode[group]
+        else:
+            raise TypeError("a step of decodes alone, and no decodes")
+        norm = LatentNorm(*weights.latent_norm)
+        latent_append(q, kept, queries, pages, norm, rotation, plan.angles, places)
+        # What pads a captured step reads zeros.
+        make = queries.new_empty if plan.attended is None else queries.new_zeros
+        read = make(*queries.shape[:2], weights.spec.latent)
+        if attention.decode is not None:
+            rows = attention.decodes
+            self._paged.decode_latents(attention.decode, layer, queries[rows], read[rows])
+        if attention.prefill is not None:
+            prompts = attention.prompts
+            attention.prefill.run(layer, queries[prompts], read[prompts])
+        width = queries.shape[1] * weights.spec.value_dim
+        if plan.attended is None:
+            out = q.new_empty(len(q), width)
+        else:
+            out = first_rows(plan.attended, len(q), width)
+        absorbed.values(read, out.view(len(q), queries.shape[1], -1))
         return out
 
     def mix_states(

@@ -10,6 +10,7 @@ from torch.nn import functional
 from loraplex.server.kernels.pointwise.shared_terms import SharedTerms
 from loraplex.server.model.devices.group import DeviceSum
 from loraplex.server.model.distance_biases import biases_within
+from loraplex.server.model.latent_weights import LatentWeights
 from loraplex.server.model.linear.experts import MoeWeights
 from loraplex.server.model.linear.linear import Linear
 from loraplex.server.model.lora.lora import AdapterTable, LoraBatch
@@ -23,6 +24,7 @@ from loraplex.server.model.lora.own_rows import (
 )
 from loraplex.server.model.lora.sites import BranchSites, Site
 from loraplex.server.model.ops.experts_torch import run_experts
+from loraplex.server.model.ops.latents_torch import AbsorbedKeys
 from loraplex.server.model.ops.ops import KVCache, StepLayout
 from loraplex.server.model.ops.pointwise import (
     activated,
@@ -322,10 +324,7 @@ class TorchOps:
             sinks = sinks.view(*grouped.shape[1:3], 1)
         if self.model.is_causal:
             if spec.keys_of is None:
-                group = self.cache.groups.group(layer)
-                # A reused page may hold another sequence's NaN behind the last token written.
-                self.cache.clear(layer, plan.fresh_pages[group])
-                self.cache.write(layer, plan.pages[group], plan.offsets, k, v)
+                self._write(plan, layer, k, v)
             return self._attend_pages(plan, layer, grouped, sinks).flatten(1)
         out = torch.empty_like(grouped)
         for chunk in plan.chunks:
@@ -335,14 +334,35 @@ class TorchOps:
             out[tokens] = _attend_chunk(spec, grouped[tokens], keys, values, mask, sinks)
         return out.flatten(1)
 
+    def attend_latents(
+        self,
+        plan: TorchPlan,
+        layer: int,
+        products: tuple[torch.Tensor, torch.Tensor],
+        weights: LatentWeights,
+        lora: LoraBatch | None,
+        site: Site,
+    ) -> torch.Tensor:
+        absorbed = AbsorbedKeys(weights, lora, site)
+        q, k = absorbed.queries_and_keys(*products, plan.turns)
+        self._write(plan, layer, k, k[..., : weights.spec.latent])
+        return absorbed.values(self._attend_pages(plan, layer, q, None)[:, 0])
+
+    def _write(self, plan: TorchPlan, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write keys and values, `[tokens, kv_heads, features]` each, to their pages."""
+        group = self.cache.groups.group(layer)
+        # A reused page may hold another sequence's NaN behind the last token written.
+        self.cache.clear(layer, plan.fresh_pages[group])
+        self.cache.write(layer, plan.pages[group], plan.offsets, k, v)
+
     def _attend_pages(
         self, plan: TorchPlan, layer: int, grouped: torch.Tensor, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         """Attend to keys and values in pages. grouped: queries, `[tokens, kv_heads, group,
-        head_dim]` -> the same; sinks `[kv_heads, group, 1]`."""
+        head_dim]` -> the same, as wide as values; sinks `[kv_heads, group, 1]`."""
         spec = self.model.layers[layer].attention
         of_pages = self.cache.groups.group(layer)
-        out = torch.empty_like(grouped)
+        out = grouped.new_empty(*grouped.shape[:-1], self.cache.of(layer)[1].shape[-1])
         for group in plan.decodes:
             keys, values = self.cache.read(layer, group.pages[of_pages])
             mask = group.masks[spec.window]

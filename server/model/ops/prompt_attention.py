@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from loraplex.server.kernels.attention.decode_inputs import gather_pages
+from loraplex.server.kernels.attention.latent_attention import latent_prompts, latent_tiles
 from loraplex.server.kernels.attention.pages import widen_pages
 from loraplex.server.kernels.attention.prompt_attention import (
     TILE_COLUMNS,
@@ -29,6 +30,7 @@ from loraplex.server.model.ops.ops import KVCache, StepLayout
 from loraplex.server.model.ops.score_rules import score_rule
 from loraplex.server.model.ops.sizes import MAX_PROMPTS, PromptRoom
 from loraplex.server.model.ops.transfers import to_device
+from loraplex.server.model.spec.latent_spec import LatentSpec
 from loraplex.server.model.spec.model_spec import AttentionSpec, ModelSpec
 
 PromptKernel = Literal["FlashInfer", "FlashInfer, widened", "Triton"]
@@ -55,7 +57,11 @@ class TiledPrompts:
         self._cache, self._device = cache, cache.pool.device
         of = next(iter(layers.values()))
         capability = torch.cuda.get_device_capability(self._device)
-        self._shape = tile_shape(of.num_heads // of.num_kv_heads, of.head_dim, capability)
+        self._is_latent = isinstance(of, LatentSpec)
+        if self._is_latent:
+            self._shape = latent_tiles(of.num_heads, capability)
+        else:
+            self._shape = tile_shape(of.num_heads // of.num_kv_heads, of.head_dim, capability)
         self._rules = {number: score_rule(of) for number, of in layers.items()}
         self._captured = captured is not None
         room = self._most_tiles(captured.tokens) if captured is not None else 0
@@ -83,9 +89,12 @@ class TiledPrompts:
         tiles = self._tiles
         if self._captured:
             tiles = tiles[: self._most_tiles(len(q))]
-        page_table = self._page_table[self._cache.groups.group(layer)]
-        context = (page_table, tiles, self._shape, self._rules[layer], sinks)
-        prompt_attention(q, cache_pages(self._cache, layer), *context, out)
+        page_table, rule = self._page_table[self._cache.groups.group(layer)], self._rules[layer]
+        context = (page_table, tiles, self._shape)
+        if self._is_latent:
+            latent_prompts(q, self._cache.of(layer)[0], *context, rule.outer, out)
+        else:
+            prompt_attention(q, cache_pages(self._cache, layer), *context, rule, sinks, out)
 
 
 class WidenedPages:
@@ -257,6 +266,8 @@ def prompt_kernel(
     keys of eight bits, and a graph's contexts may be too long to widen.
     """
     is_plain = attention.window is None and attention.softcap is None and not attention.sinks
+    if isinstance(attention, LatentSpec):
+        return "Triton"
     if not is_plain or attention.head_dim not in _FLASHINFER_HEADS:
         return "Triton"
     if not rounded_cache:

@@ -72,7 +72,7 @@ def _norms(model: ModelSpec) -> Iterator[BaseNorm]:
             others: list[NormSpec | None] = [*step.other_norms]
             for branch in step.branches:
                 if isinstance(branch, AttentionSpec):
-                    others += branch.q_norm, branch.k_norm
+                    others += branch.inner_norms
             for norm, at in ((step.pre, place), *((norm, -1) for norm in others)):
                 if norm is not None:
                     yield _norm(norm, layer_path(index, norm.path), at)

@@ -106,10 +106,12 @@ class AttentionSpec(msgspec.Struct, frozen=True):
 
     @property
     def q_size(self) -> int:
+        """Features of what all heads give."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
+        """Features of a token's keys, half of what the cache keeps of the token."""
         return self.num_kv_heads * self.head_dim
 
     @property
@@ -128,11 +130,17 @@ class AttentionSpec(msgspec.Struct, frozen=True):
         gate = () if self.gate is None else (self.gate,)
         return self.qkv, *gate, self.o
 
+    @property
+    def inner_norms(self) -> tuple[NormSpec, ...]:
+        """Norms between the products."""
+        return tuple(norm for norm in (self.q_norm, self.k_norm) if norm is not None)
+
     def tensors(self) -> Tensors:
         """Names, relative to the layer, and shapes of what the checkpoint holds."""
-        for part in (*self.linears, self.q_norm, self.k_norm):
-            if part is not None:
-                yield from part.tensors()
+        for linear in self.linears:
+            yield from linear.tensors()
+        for norm in self.inner_norms:
+            yield from norm.tensors()
         if self.sinks:
             yield SINKS, (self.num_heads,)
 

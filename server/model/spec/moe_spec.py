@@ -64,9 +64,9 @@ class MoeSpec(FeedForwardSpec, frozen=True):
     product is computed in float32.
     correction: path and shape of numbers, one an expert, which are added to scores where experts
     are chosen, and not where they are weighed. groups: how many experts are in, and how many of
-    these a token may choose from, by the sum of each one's two best scores. norm_floor: the least
-    sum that weights are divided by. norm_added: to that sum. factor: of the weights. margin: of
-    `sparse_mixer`, how far a logit may lie below the largest, as a part of its own size.
+    these a token may choose from, by the sum of each one's `best_of_group` best scores. norm_floor:
+    the least sum that weights are divided by. norm_added: to that sum. factor: of the weights.
+    margin: of `sparse_mixer`, how far a logit may lie below the largest, as a part of its own size.
     latent: products before and behind experts, whose inputs and results have another size than
     those of the layer; () = they have not. router_norm: of the stream, which the router then reads
     in place of what experts read. scales: path of numbers, one an expert, which its weight is
@@ -81,6 +81,7 @@ class MoeSpec(FeedForwardSpec, frozen=True):
     wide_router: bool = False
     correction: tuple[str, tuple[int, ...]] | None = None
     groups: tuple[int, int] = (1, 1)
+    best_of_group: int = 2
     norm_floor: float = 0.0
     norm_added: float = 0.0
     factor: float = 1.0

@@ -66,14 +66,15 @@ def page_groups(model: ModelSpec) -> PageGroups:
 def page_heads(model: ModelSpec) -> int:
     """Most heads of keys, in all layers of a group together, that a page has room for."""
     width, attentions = page_groups(model).width, model.attentions.values()
-    return width // min((of.head_dim for of in attentions), default=1)
+    return width // min((of.kv_size // of.num_kv_heads for of in attentions), default=1)
 
 
 def _pages(attention: AttentionSpec, max_context: int) -> LayerPages:
     window = attention.window
     if window is not None and window >= max_context:
         window = None
-    return LayerPages(attention.num_kv_heads, attention.head_dim, window)
+    heads = attention.num_kv_heads
+    return LayerPages(heads, attention.kv_size // heads, window)
 
 
 def group_layers(layers: Sequence[LayerPages]) -> PageGroups:

@@ -29,6 +29,7 @@ TEXT = {"hidden_size": 2048, "num_hidden_layers": 24, "vocab_size": 151936}
 
 # Types of transformers of whose parts none is known to be missing: no reader knows their fields.
 WITHOUT_READER = {
+    *("axk1", "minicpm3", "mistral4", "sarvam_mla", "youtu"),
     *("apertus1p5_text", "aria_text", "beam", "bert-generation", "bitnet"),
     *("cohere2_moe", "cohere_compass_text", "dbrx"),
     *("flint", "fuyu", "gemma4_assistant", "gpt_neox_japanese"),
@@ -45,9 +46,10 @@ OTHERS: dict[str, dict[str, Any]] = {
     "whisper": {"architectures": ["WhisperForConditionalGeneration"], "d_model": 384},
     "bloom": {"architectures": ["BloomForCausalLM"], "n_layer": 6, "slow_but_exact": False},
     "mamba": {"architectures": ["MambaForCausalLM"], "state_size": 16},
-    "deepseek_v2": {"architectures": ["DeepseekV2ForCausalLM"], "kv_lora_rank": 512},
-    "deepseek_v3": {
-        "architectures": ["DeepseekV3ForCausalLM"],
+    "longcat_flash": {"architectures": ["LongcatFlashForCausalLM"], "zero_expert_num": 256},
+    "deepseek_v32": {
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "index_topk": 2048,
         "quantization_config": {"quant_method": "fp8"},
         "num_nextn_predict_layers": 1,
     },
@@ -74,8 +76,9 @@ PARTS: list[tuple[dict[str, Any], str]] = [
     ({"num_mem_blocks": 1, "mamba_d_state": 64}, "blocks of attention that several layers share"),
     ({"text_config": {"layer_types": LAYERS}, "vision_config": {}}, "linear attention"),
     ({"hybrid_override_pattern": "M-M*"}, "state-space layers"),
-    ({"kv_lora_rank": 512}, "multi-head latent attention"),
-    ({"text_config": {"kv_lora_rank": 512}, "vision_config": {"depth": 2}}, "multi-head latent"),
+    ({"kv_lora_rank": 512, "index_topk": 2048}, "attention to tokens that an index chooses"),
+    ({"text_config": {"index_topk": 2048}, "vision_config": {"depth": 2}}, "attention to tokens"),
+    ({"kv_lora_rank": 512, "zero_expert_num": 256}, "experts that give back what they read"),
     ({"laurel_rank": 64, "altup_num_inputs": 4}, "several streams of a token (AltUp)"),
     ({"attention_chunk_size": 8192}, "attention in chunks"),
     ({"layer_types": ["conv", "full_attention"]}, "layers of convolutions"),
@@ -103,7 +106,7 @@ def test_the_missing_part_is_found_by_fields(config: dict[str, Any], part: str) 
 
 
 @pytest.mark.parametrize(
-    "config", [{"kv_lora_rank": None}, {"n_positions": 2048, "rotary_dim": 64}, {"layer_types": 3}]
+    "config", [{"index_topk": None}, {"n_positions": 2048, "rotary_dim": 64}, {"layer_types": 3}]
 )
 def test_fields_that_show_no_missing_part(config: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="is not served; ") as caught:

@@ -21,12 +21,12 @@ from loraplex.server.model.spec.model_spec import (
 )
 from loraplex.server.model.spec.moe_spec import MoeSpec, RouterRule
 
-_NAMES = experts.ExpertNames("mlp.gate", "mlp.experts.{}", "gate_proj", "up_proj", "down_proj")
+NAMES = experts.ExpertNames("mlp.gate", "mlp.experts.{}", "gate_proj", "up_proj", "down_proj")
 _MIXTRAL = experts.ExpertNames(
     "block_sparse_moe.gate", "block_sparse_moe.experts.{}", gate="w1", up="w3", down="w2"
 )
 _PHIMOE = _MIXTRAL._replace(other_router="mlp.router")
-_AFMOE = _NAMES._replace(router="mlp.router.gate")
+_AFMOE = NAMES._replace(router="mlp.router.gate")
 # What AFMoE's configuration can say, and its code does not read.
 _AFMOE_FIXED: dict[str, Any] = {
     "score_func": "sigmoid",
@@ -39,7 +39,7 @@ _CORRECTION = "e_score_correction_bias"
 def read_qwen2_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     """Qwen 1.5 and 2 with experts: a gate weighs the shared one."""
     config = fields.config
-    sizes = _read_sizes(fields, kv_heads=16)
+    sizes = read_sizes(fields, kv_heads=16)
     rope, max_context = read_rope(fields, sizes)
     asked = config.get("use_sliding_window", False)
     before = config.get("max_window_layers", 28)
@@ -55,7 +55,7 @@ def read_qwen2_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     shared = experts.shared(sizes, size, "mlp.shared_expert", "mlp.shared_expert_gate")
     layers = [family.layer(sizes, family.attention(sizes, rope, each, biases)) for each in windows]
     sparse = qwen3_moe.read_sparse(fields, sizes)
-    return _model(fields, generation, sizes, layers, (moe, shared), sparse, max_context)
+    return with_experts(fields, generation, sizes, layers, (moe, shared), sparse, max_context)
 
 
 def read_deepseek(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
@@ -63,7 +63,7 @@ def read_deepseek(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     config = fields.config
     for key, usual in (("scoring_func", "softmax"), ("moe_layer_freq", 1)):
         fields.only(key, usual)
-    sizes = _read_sizes(fields)
+    sizes = read_sizes(fields)
     rope, max_context = read_rope(fields, sizes)
     biases = llama.read_biases(fields)._replace(mlp=False)
     counted = fields.changed(num_experts=fields.positive("n_routed_experts"))
@@ -74,13 +74,13 @@ def read_deepseek(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
         branches = (moe, experts.shared(sizes, size * fields.positive("n_shared_experts")))
     layers = [family.layer(sizes, family.attention(sizes, rope, biases=biases))] * sizes.layers
     sparse = experts.read_first_dense(fields, sizes, 0)
-    return _model(fields, generation, sizes, layers, branches, sparse, max_context)
+    return with_experts(fields, generation, sizes, layers, branches, sparse, max_context)
 
 
 def read_glm4_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     """GLM 4.5 and 4.6."""
     config = fields.config
-    sizes = _read_sizes(fields, kv_heads=8, epsilon=1e-5)
+    sizes = read_sizes(fields, kv_heads=8, epsilon=1e-5)
     rope, max_context = read_rope(fields, sizes, RopeRules(partial=0.5))
     of = family.attention(
         sizes,
@@ -88,16 +88,16 @@ def read_glm4_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
         biases=family.Biases(qkv=bool(config.get("attention_bias", False))),
         qk_norm=bool(config.get("use_qk_norm", False)),
     )
-    branches = _read_scored(fields, sizes, "n_routed_experts", "n_shared_experts")
+    branches = read_scored(fields, sizes, "n_routed_experts", "n_shared_experts")
     layers = [family.layer(sizes, of)] * sizes.layers
     sparse = experts.read_first_dense(fields, sizes, 1)
-    return _model(fields, generation, sizes, layers, branches, sparse, max_context)
+    return with_experts(fields, generation, sizes, layers, branches, sparse, max_context)
 
 
 def read_dots1(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     """Read dots 1's configuration. The last layers may have windows."""
     config = fields.config
-    sizes = _read_sizes(fields, kv_heads=32)
+    sizes = read_sizes(fields, kv_heads=32)
     rope, max_context = read_rope(fields, sizes)
     biases = llama.read_biases(fields)._replace(mlp=False)
     first = config.get("max_window_layers", 62)
@@ -109,11 +109,11 @@ def read_dots1(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
         )
         for each in family.read_windows(fields, sizes, window, lambda layer: layer >= first)
     ]
-    branches = _read_scored(
+    branches = read_scored(
         fields, sizes, "n_routed_experts", "n_shared_experts", normed=False, usual=(None, None)
     )
     sparse = experts.read_first_dense(fields, sizes, 0)
-    return _model(fields, generation, sizes, layers, branches, sparse, max_context)
+    return with_experts(fields, generation, sizes, layers, branches, sparse, max_context)
 
 
 def read_minimax_m2(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
@@ -121,7 +121,7 @@ def read_minimax_m2(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     config = fields.config
     for key, usual in _MINIMAX_FIXED.items():
         fields.only(key, usual)
-    sizes = _read_sizes(fields, kv_heads=8, head_dim=128)
+    sizes = read_sizes(fields, kv_heads=8, head_dim=128)
     if config.get("rotary_dim") is not None:
         part = fields.positive("rotary_dim") / sizes.head_dim
         fields = fields.changed(partial_rotary_factor=config.get("partial_rotary_factor", part))
@@ -134,13 +134,13 @@ def read_minimax_m2(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     )
     layers = [family.layer(sizes, of)] * sizes.layers
     every = range(sizes.layers)
-    return _model(fields, generation, sizes, layers, (moe,), every, max_context, eos=200020)
+    return with_experts(fields, generation, sizes, layers, (moe,), every, max_context, eos=200020)
 
 
 def read_ernie_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     """ERNIE 4.5 with experts: softmax, corrected where experts are chosen."""
     config = fields.config
-    sizes = _read_sizes(fields, kv_heads=4, epsilon=1e-5)
+    sizes = read_sizes(fields, kv_heads=4, epsilon=1e-5)
     rope, max_context = read_rope(fields, sizes, RopeRules(theta=5e5))
     bias = bool(config.get("use_bias", False))
     biases = family.Biases(qkv=bias, o=bias, mlp=bias)
@@ -150,7 +150,7 @@ def read_ernie_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     )
     size = fields.positive("moe_intermediate_size", 1536)
     counts = experts.read_counts(counted, default=64, default_of_token=6)
-    moe = experts.moe(sizes.hidden, size, counts, _NAMES, "softmax_top_k_normed")
+    moe = experts.moe(sizes.hidden, size, counts, NAMES, "softmax_top_k_normed")
     moe = replace(
         moe,
         wide_router=True,
@@ -167,7 +167,7 @@ def read_ernie_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     layers = [family.layer(sizes, of, family.mlp(sizes, biases))] * sizes.layers
     sparse = _ernie_layers(fields, sizes)
     fields = family.tied_where_unsaid(fields)
-    return _model(fields, generation, sizes, layers, branches, sparse, max_context, eos=2)
+    return with_experts(fields, generation, sizes, layers, branches, sparse, max_context, eos=2)
 
 
 def _ernie_layers(fields: Fields, sizes: family.ModelSizes) -> frozenset[int]:
@@ -184,7 +184,7 @@ def _ernie_layers(fields: Fields, sizes: family.ModelSizes) -> frozenset[int]:
 def read_exaone_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     """EXAONE with experts. Layers without a window have no rotation where others have one."""
     config = fields.config
-    sizes = _read_sizes(fields, kv_heads=32, epsilon=1e-5)
+    sizes = read_sizes(fields, kv_heads=32, epsilon=1e-5)
     rope, max_context = read_rope(fields, sizes)
     windows = exaone.read_windows(fields, sizes)
     is_full = config.get("sliding_window", 4096) is None
@@ -195,7 +195,7 @@ def read_exaone_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
         )
         for window in windows
     ]
-    branches = _read_scored(
+    branches = read_scored(
         fields, sizes, "num_experts", "num_shared_experts", factor=2.5, usual=(64, 1)
     )
     moe = branches[0]
@@ -204,14 +204,19 @@ def read_exaone_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     sparse = experts.read_first_dense(fields, sizes, 1)
     kinds = config.get("mlp_layer_types")
     if kinds is not None:
-        if not isinstance(kinds, list) or not set(map(str, kinds)) <= {"dense", "sparse"}:
-            fields.refuse("mlp_layer_types must say dense or sparse for each layer")
-            kinds = []
-        if sizes.is_sound and len(kinds) != sizes.layers:
-            fields.refuse(f"mlp_layer_types must say so for {sizes.layers} layers")
-        sparse = frozenset(layer for layer, kind in enumerate(kinds) if kind == "sparse")
+        sparse = read_sparse_layers(fields, sizes, kinds)
     every = (moe, *branches[1:])
-    return _model(fields, generation, sizes, layers, every, sparse, max_context, eos=53)
+    return with_experts(fields, generation, sizes, layers, every, sparse, max_context, eos=53)
+
+
+def read_sparse_layers(fields: Fields, sizes: family.ModelSizes, kinds: object) -> frozenset[int]:
+    """Read the layers with experts. kinds: what `mlp_layer_types` says of each layer."""
+    if not isinstance(kinds, list) or not set(map(str, kinds)) <= {"dense", "sparse"}:
+        fields.refuse("mlp_layer_types must say dense or sparse for each layer")
+        kinds = []
+    if sizes.is_sound and len(kinds) != sizes.layers:
+        fields.refuse(f"mlp_layer_types must say so for {sizes.layers} layers")
+    return frozenset(layer for layer, kind in enumerate(kinds) if kind == "sparse")
 
 
 def read_afmoe(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
@@ -219,7 +224,7 @@ def read_afmoe(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     config = fields.config
     for key, usual in _AFMOE_FIXED.items():
         fields.only(key, usual)
-    sizes = _read_sizes(fields, head_dim=128, epsilon=1e-5)
+    sizes = read_sizes(fields, head_dim=128, epsilon=1e-5)
     rope, max_context = read_rope(fields, sizes)
     every = fields.positive("global_attn_every_n_layers", 4)
     window = fields.positive("sliding_window", 1024)
@@ -245,7 +250,7 @@ def read_afmoe(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     branches = moe, experts.shared(sizes, size * fields.positive("num_shared_experts", 2))
     fields = fields.changed(first_k_dense_replace=config.get("num_dense_layers"))
     sparse = experts.read_first_dense(fields, sizes, 1)
-    model = _model(fields, generation, sizes, layers, branches, sparse, max_context)
+    model = with_experts(fields, generation, sizes, layers, branches, sparse, max_context)
     scale = sizes.hidden**0.5 if config.get("mup_enabled") else 1.0
     return replace(model, embedding=replace(model.embedding, scale=scale))
 
@@ -271,7 +276,7 @@ def read_phimoe(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     config = fields.config
     fields.only("num_experts_per_tok", 2)
     fields = _with_one_scale(fields)
-    sizes = _read_sizes(fields, epsilon=1e-5)
+    sizes = read_sizes(fields, epsilon=1e-5)
     rope, max_context = read_rope(fields, sizes, RopeRules(theta=1e6))
     bias = bool(config.get("attention_bias", False))
     biases = family.Biases(qkv=bias, o=bias)
@@ -326,7 +331,7 @@ def read_hunyuan_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec
         num_experts_per_tok=config.get("moe_topk", config.get("num_experts_per_tok")),
     )
     counts = experts.read_counts(counted, default=1, default_of_token=1)
-    names = _NAMES._replace(router="mlp.gate.wg")
+    names = NAMES._replace(router="mlp.gate.wg")
     moe = experts.moe(sizes.hidden, sizes.inner, counts, names, "softmax_top_k_normed")
     moe = replace(moe, wide_router=True)
     branches = moe, experts.shared(sizes, sizes.inner, "mlp.shared_mlp")
@@ -361,7 +366,7 @@ def _read_olmo(
     epsilon: float,
     eos: int,
 ) -> ModelSpec:
-    sizes = _read_sizes(fields, epsilon=epsilon)
+    sizes = read_sizes(fields, epsilon=epsilon)
     family.refuse_other_head_dim(fields, sizes)
     rope, max_context = read_rope(fields, sizes, rules)
     biases = llama.read_biases(fields)._replace(mlp=False)
@@ -369,7 +374,7 @@ def _read_olmo(
     moe = read_softmax(fields, sizes, usual, sizes.inner)
     layers = [family.layer(sizes, of)] * sizes.layers
     every = range(sizes.layers)
-    return _model(fields, generation, sizes, layers, (moe,), every, max_context, eos=eos)
+    return with_experts(fields, generation, sizes, layers, (moe,), every, max_context, eos=eos)
 
 
 # What MiniMax M2's own code can compute otherwise.
@@ -382,7 +387,7 @@ _MINIMAX_FIXED: dict[str, Any] = {
 }
 
 
-def _read_sizes(fields: Fields, **usual: Any) -> family.ModelSizes:
+def read_sizes(fields: Fields, **usual: Any) -> family.ModelSizes:
     family.refuse_other_attention(fields)
     experts.refuse_other_activation(fields)
     return family.read_sizes(fields, **usual)
@@ -395,10 +400,10 @@ def read_softmax(
     counts = experts.read_counts(fields, default=usual[0], default_of_token=usual[1])
     normed = bool(fields.config.get("norm_topk_prob", False))
     rule: RouterRule = "softmax_top_k_normed" if normed else "softmax_top_k"
-    return experts.moe(sizes.hidden, size, counts, _NAMES, rule)
+    return experts.moe(sizes.hidden, size, counts, NAMES, rule)
 
 
-def _read_scored(
+def read_scored(
     fields: Fields,
     sizes: family.ModelSizes,
     routed: str,
@@ -420,13 +425,13 @@ def _read_scored(
     most = 8 if usual[0] is not None else fields.positive("num_experts_per_tok")
     counts = experts.read_counts(counted, default=1, default_of_token=most)
     size = fields.positive("moe_intermediate_size", 1024 if routed == "num_experts" else 1408)
-    moe = experts.moe(sizes.hidden, size, counts, _NAMES, "sigmoid_top_k_normed")
+    moe = experts.moe(sizes.hidden, size, counts, NAMES, "sigmoid_top_k_normed")
     path = f"mlp.gate.{_CORRECTION}"
     moe = experts.read_scored(fields, moe, path, factor=factor, normed=normed)
     return moe, experts.shared(sizes, size * fields.positive(shared, usual[1]))
 
 
-def _model(
+def with_experts(
     fields: Fields,
     generation: Mapping[str, Any],
     sizes: family.ModelSizes,

@@ -28,6 +28,12 @@ pytestmark = [
 ]
 SMALL: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
 EVEN: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+LATENT: dict[str, Any] = {
+    "hidden_size": 64,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "routed_scaling_factor": 1.0,
+}
 DELTA = ["linear_attention", "full_attention"]
 BOTH = ["sliding_attention", "full_attention"]
 # Two layers that read the keys and values of two others.
@@ -44,6 +50,11 @@ SERVED: dict[tuple[str, str], dict[str, Any]] = {
     ("gemma4-inputs", "fa3"): {**FOUR, "global_head_dim": 32},
     ("gemma4-wide-mlp", "fa2"): {**FOUR, "global_head_dim": 64},
     ("gemma4-moe", "fa3"): {"head_dim": 16, "global_head_dim": 32, "layer_types": BOTH},
+    ("deepseek-v2", "fa3"): {**LATENT},
+    ("deepseek-v2", "fa2"): {**LATENT, "q_lora_rank": 32},
+    ("deepseek-v2-groups", "fa3"): {**LATENT},
+    ("deepseek-v3", "fa3"): {**LATENT},
+    ("deepseek-v3-halves", "fa2"): {**LATENT, "first_k_dense_replace": 1},
     ("glm4", "fa3"): {"head_dim": 16},
     ("gpt-oss", "fa3"): {"head_dim": 16, "layer_types": BOTH},
     ("falcon-new", "fa2"): {**EVEN, "ffn_hidden_size": 48},
@@ -98,6 +109,7 @@ SERVED: dict[tuple[str, str], dict[str, Any]] = {
 # beside them, inputs of layers, keys of other layers. `graphs/test_gpu_path_prompts.py`
 # has caps, and `tests/kernels` rotations of neighbours, other scales and layers without rotation.
 ALWAYS = {
+    ("deepseek-v3", "fa3"),
     ("gemma3", "fa3"),
     ("gemma4-inputs", "fa3"),
     ("gemma4-moe", "fa3"),

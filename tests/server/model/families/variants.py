@@ -69,6 +69,7 @@ from tests.server.model.families import text_parts
 from tests.server.model.families.delta import DELTA
 from tests.server.model.families.gemma4 import GEMMA4
 from tests.server.model.families.kin import KIN
+from tests.server.model.families.latents import LATENTS
 from tests.server.model.families.routed import ROUTED
 from tests.server.model.families.states import WITH_STATES
 from tests.server.model.families.text_parts import OF_IMAGES
@@ -206,6 +207,7 @@ VARIANTS: dict[str, Variant] = {
     **GEMMA4,
     **WITH_STATES,
     **KIN,
+    **LATENTS,
     **ROUTED,
     "ernie": of(_ERNIE),
     "ernie-biases": of(_ERNIE, use_bias=True, tie_word_embeddings=False, is_adapted=False),

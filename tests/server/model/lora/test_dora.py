@@ -25,8 +25,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning"),
 ]
-# With biases and tied tables; one module of q, k and v; a scaled embedding, windows and caps.
-FAMILIES = beyond(2, ["llama-biases-tied", "phi3", "qwen2", "gemma3"])
+# With biases and tied tables; one module of q, k and v; a scaled embedding, windows and caps; a
+# product that is absorbed.
+FAMILIES = beyond(2, ["llama-biases-tied", "phi3", "qwen2", "gemma3", "deepseek-v3"])
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -31,6 +31,7 @@ SERVED: dict[tuple[str, str], dict[str, Any]] = {
     ("llama-biases-tied", "fa2"): {},
     ("olmo2", "fa3"): {},
     ("phi3", "fa3"): {"hidden_size": 64},
+    ("deepseek-v3", "fa3"): {"hidden_size": 64, "kv_lora_rank": 32, "qk_rope_head_dim": 16},
 }
 PLAIN, DORA, FEW, TABLES = range(4)
 BASE = -1

@@ -28,7 +28,7 @@ FAMILIES = [
     *[("llama-biases-tied", 2), ("phi3", 2)],
     *(
         pytest.param(row, marks=MARK)
-        for row in [("gemma3", 2), ("llama-biases-tied", 4), ("qwen2", 4)]
+        for row in [("gemma3", 2), ("llama-biases-tied", 4), ("qwen2", 4), ("deepseek-v3", 2)]
     ),
 ]
 

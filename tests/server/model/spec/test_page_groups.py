@@ -17,7 +17,8 @@ class _Model:
     """What a grouping looks at."""
 
     def __init__(self, *windows: int | None, max_context: int = 4096) -> None:
-        attentions = [SimpleNamespace(num_kv_heads=1, head_dim=1, window=w) for w in windows]
+        of_each = {"num_kv_heads": 1, "kv_size": 1, "keys_of": None}
+        attentions = [SimpleNamespace(window=window, **of_each) for window in windows]
         self.attentions = dict(enumerate(attentions))
         self.num_layers = len(attentions)
         self.max_context, self.is_causal = max_context, True

@@ -59,7 +59,8 @@ class Oracle:
         first = self.run(adapter, text).last_hidden_state[0, 0]
         dense = load_file(self.folder / "base" / "2_Dense" / "model.safetensors")
         found: np.ndarray = (dense["linear.weight"] @ first + dense["linear.bias"]).tanh().numpy()
-        return found / np.linalg.norm(found)
+        unit: np.ndarray = found / np.linalg.norm(found)
+        return unit
 
     def entities(self, text: str) -> list[dict[str, Any]]:
         model = self.model("tags").merge_and_unload()
@@ -154,7 +155,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Serving, 
     assert serving.process.wait(timeout=TIMEOUT_S) == 0
 
 
-def post(serving: Serving, path: str, status: int = 200, **body: Any) -> Any:
+def post(serving: Serving, path: str, body: dict[str, Any], status: int = 200) -> Any:
     answer = httpx.post(f"{serving.url}{path}", json=body, timeout=TIMEOUT_S)
     assert answer.status_code == status, answer.text
     return answer.json()
@@ -164,7 +165,7 @@ def test_vectors(served: tuple[Serving, Oracle]) -> None:
     serving, oracle = served
     for name in ("base", "plain"):
         body = {"model": name} if name != "base" else {}
-        found = post(serving, "/v1/embeddings", input=TEXTS, **body)["data"]
+        found = post(serving, "/v1/embeddings", {"input": TEXTS, **body})["data"]
         for text, one in zip(TEXTS, found, strict=True):
             expected = oracle.vector(None if name == "base" else name, text)
             assert np.abs(np.array(one["embedding"]) - expected).max() < TOLERANCE
@@ -172,7 +173,7 @@ def test_vectors(served: tuple[Serving, Oracle]) -> None:
 
 def test_classes(served: tuple[Serving, Oracle]) -> None:
     serving, oracle = served
-    found = post(serving, "/classify", model="moods", input=TEXTS)["data"]
+    found = post(serving, "/classify", {"model": "moods", "input": TEXTS})["data"]
     for text, one in zip(TEXTS, found, strict=True):
         expected = oracle.scores("moods", text).softmax(-1).numpy()
         assert np.abs(np.array(one["probs"]) - expected).max() < TOLERANCE
@@ -183,8 +184,8 @@ def test_classes_of_tokens(served: tuple[Serving, Oracle]) -> None:
     """In LoRAX's shape entities, in vLLM's numbers of each token, special ones included."""
     serving, oracle = served
     lorax = {"parameters": {"adapter_id": "tags"}}
-    found = [post(serving, "/classify", inputs=text, **lorax) for text in TEXTS]
-    assert found == post(serving, "/classify_batch", inputs=TEXTS, **lorax)
+    found = [post(serving, "/classify", {"inputs": text, **lorax}) for text in TEXTS]
+    assert found == post(serving, "/classify_batch", {"inputs": TEXTS, **lorax})
     assert any(found)
     for text, ours in zip(TEXTS, found, strict=True):
         theirs = oracle.entities(text)
@@ -192,17 +193,18 @@ def test_classes_of_tokens(served: tuple[Serving, Oracle]) -> None:
             one["score"] = pytest.approx(one["score"], abs=TOLERANCE)
         assert ours == theirs
     expected = oracle.scores("tags", TEXTS[0]).softmax(-1).numpy()
-    (one,) = post(serving, "/classify", model="tags", input=TEXTS[0])["data"]
+    (one,) = post(serving, "/classify", {"model": "tags", "input": TEXTS[0]})["data"]
     assert np.abs(np.array(one["probs"]) - expected).max() < TOLERANCE
     assert one["label"] == [TAGS[i] for i in expected.argmax(-1)]
     body = {"model": "tags", "input": TEXTS[0], "task": "token_classify"}
-    assert post(serving, "/pooling", **body)["data"][0]["data"] == one["probs"]
+    assert post(serving, "/pooling", body)["data"][0]["data"] == one["probs"]
 
 
 def test_fits_of_pairs(served: tuple[Serving, Oracle]) -> None:
     """Tokens of documents have the type of a second text."""
     serving, oracle = served
-    found = post(serving, "/v1/rerank", model="fit", query=TEXTS[1], documents=TEXTS)["results"]
+    body = {"model": "fit", "query": TEXTS[1], "documents": TEXTS}
+    found = post(serving, "/v1/rerank", body)["results"]
     assert len(found) == len(TEXTS)
     for one in found:
         expected = oracle.scores("fit", TEXTS[1], TEXTS[one["index"]]).sigmoid().item()
@@ -211,13 +213,14 @@ def test_fits_of_pairs(served: tuple[Serving, Oracle]) -> None:
 
 def test_what_is_refused(served: tuple[Serving, Oracle]) -> None:
     serving, _ = served
-    for path, body in (
+    refused: list[tuple[str, dict[str, Any]]] = [
         ("/v1/completions", {"prompt": "the cat"}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "the cat"}]}),
         ("/classify", {"input": "the cat"}),
-    ):
-        message = post(serving, path, 400, **body)["error"]["message"]
+    ]
+    for path, body in refused:
+        message = post(serving, path, body, 400)["error"]["message"]
         assert "gives no" in message
         assert "/v1/embeddings" in message
-    message = post(serving, "/v1/embeddings", 400, input="the cat " * 30)["error"]["message"]
+    message = post(serving, "/v1/embeddings", {"input": "the cat " * 30}, 400)["error"]["message"]
     assert "at most 40 tokens" in message

@@ -26,7 +26,8 @@ def expected(
         scores = scores + biases.double()[:, away + biases.shape[1] // 2]
     if rule.window is not None:
         scores = scores.masked_fill(away.abs() >= rule.window, -torch.inf)
-    return (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
+    out: torch.Tensor = (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
+    return out
 
 
 def run(

@@ -65,7 +65,9 @@ def load_all(driver: Driver, peft: PeftModel, names: Iterable[str]) -> dict[str 
     return slots
 
 
-def read(driver: Driver, slots: Iterable[int], wishes: Sequence[VectorParams]) -> list[Stream]:
+def read(
+    driver: Driver, slots: Iterable[int], wishes: Sequence[VectorParams]
+) -> list[tuple[Stream, VectorParams]]:
     """Texts of all lengths, slots and wishes, in one step."""
     streams: list[Stream] = []
     for slot in slots:
@@ -74,7 +76,7 @@ def read(driver: Driver, slots: Iterable[int], wishes: Sequence[VectorParams]) -
                 ids = text(length, len(streams))
                 streams.append(Stream(driver, len(streams), ids, slot=slot).read_for(wish))
     generate(driver, streams, 0, 64)
-    return streams
+    return list(zip(streams, [*wishes] * (len(streams) // len(wishes)), strict=True))
 
 
 @torch.inference_mode()
@@ -122,9 +124,9 @@ def test_vectors_with_four_adapters_in_one_batch(name: str, tmp_path: Path) -> N
     slots = load_all(driver, peft, configs)
     names = {slot: adapter for adapter, slot in slots.items()}
     wishes = [VectorParams(pooling=pooling) for pooling in POOLINGS[:: 1 if name == "bert" else 2]]
-    for stream in read(driver, slots.values(), wishes):
+    for stream, wish in read(driver, slots.values(), wishes):
         states = outputs(peft, names[stream.slot], stream.tokens).last_hidden_state[0]
-        assert_near(stream, pooled(states, stream.wish.pooling))
+        assert_near(stream, pooled(states, wish.pooling))
     driver.close()
 
 
@@ -176,7 +178,7 @@ def test_classes_by_heads_of_base_and_adapters(name: str, tmp_path: Path) -> Non
     peft = with_heads(base, name, "every", "own")
     slots = load_all(driver, peft, ["every", "own"])
     names = {slot: adapter for adapter, slot in slots.items()}
-    for stream in read(driver, slots.values(), [scores_of(name)]):
+    for stream, _ in read(driver, slots.values(), [scores_of(name)]):
         assert_near(stream, outputs(peft, names[stream.slot], stream.tokens).logits[0])
     driver.close()
 
@@ -190,7 +192,7 @@ def test_a_head_of_an_adapter_on_a_base_without(name: str, tmp_path: Path) -> No
     base = kind.from_pretrained(folder, num_labels=5, dtype="float32")
     peft = with_heads(base, name, "whole")
     slots = load_all(driver, peft, ["whole"])
-    for stream in read(driver, [slots["whole"]], [scores_of(name)]):
+    for stream, _ in read(driver, [slots["whole"]], [scores_of(name)]):
         assert_near(stream, outputs(peft, "whole", stream.tokens).logits[0])
     driver.close()
 
@@ -203,7 +205,7 @@ def test_classes_of_tokens(name: str, tmp_path: Path) -> None:
     config = LoraConfig(r=4, target_modules=list(row.few), task_type="TOKEN_CLS")
     peft = with_noise(add_adapter(base, "own", config, 1))
     slots = load_all(driver, peft, ["own"])
-    for stream in read(driver, slots.values(), [VectorParams("scores", "all")]):
+    for stream, _ in read(driver, slots.values(), [VectorParams("scores", "all")]):
         adapter = None if stream.slot < 0 else "own"
         assert_near(stream, outputs(peft, adapter, stream.tokens).logits[0])
     driver.close()
@@ -216,8 +218,8 @@ def test_pairs_of_texts(tmp_path: Path) -> None:
     peft = with_heads(base, "bert", "own")
     slots = load_all(driver, peft, ["own"])
     wishes = [VectorParams("scores", "first", second=second) for second in (None, 0, 1)]
-    for stream in read(driver, slots.values(), wishes):
-        second, count = stream.wish.second, len(stream.tokens)
+    for stream, wish in read(driver, slots.values(), wishes):
+        second, count = wish.second, len(stream.tokens)
         types = torch.zeros(1, count, dtype=torch.int64)
         if second is not None:
             types[0, second:] = 1

@@ -46,7 +46,8 @@ def made(name: str, device: str, folder: Path) -> PeftModel:
     torch.manual_seed(1)
     config = AutoConfig.for_model(**{**known, **layers, **special, "vocab_size": VOCAB})
     with torch.device(device):
-        base: Any = AutoModel.from_config(config, attn_implementation="eager")
+        make: Any = AutoModel.from_config
+        base = make(config, attn_implementation="eager")
     base.save_pretrained(folder)
     return add_adapter(base, "one", LoraConfig(r=16, target_modules="all-linear"), 1)
 

@@ -50,7 +50,8 @@ _WITHIN = "the text model within a larger model"
 _OF_MLPS = ("mlp.w", "mlp.c", "mlp.fc_")
 # Parts beside that text model.
 _OF_IMAGES = re.compile(
-    r"(?:model\.)?(?:(?:vision_tower|vision_model|visual|multi_modal_projector|connector|image_tower|"
+    r"(?:model\.)?(?:(?:vision_tower|vision_model|visual|multi_modal_projector|mm_projector|"
+    r"connector|image_tower|"
     r"embed_vision|vision_embed_tokens|audio_tower|embed_audio|embed_tokens_extend)\..+|image_newline)|.+\.lora_[AB]\.(?:vision|speech)\..+"
 )
 

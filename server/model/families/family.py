@@ -67,7 +67,7 @@ _POSITIONS: dict[int, tuple[str, ...]] = {
     65536: ("apertus", "olmo_hybrid"),
     131072: (
         *("cwm", "ernie4_5", "ernie4_5_moe", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt_oss"),
-        *("gemma4_text", "ministral", "mistral", "mixtral", "phimoe"),
+        *("gemma4_text", "ministral", "mistral", "mixtral", "phimoe", "youtu"),
     ),
     196608: ("minimax_m2",),
     202752: ("glm4_moe_lite",),

@@ -115,9 +115,11 @@ FAMILIES: dict[str, Family] = {
     "lfm2_moe": Family("Lfm2MoeForCausalLM", lfm2.read_moe),
     "llama": Family("LlamaForCausalLM", llama.read),
     "mimo": Family("MiMoForCausalLM", qwen2.read),
+    "minicpm3": Family("MiniCPM3ForCausalLM", deepseek.read_minicpm),
     "ministral": Family("MinistralForCausalLM", mistral.read),
     "ministral3": Family("Ministral3ForCausalLM", mistral.read_ministral3),
     "mistral": Family("MistralForCausalLM", mistral.read),
+    "mistral4": Family("Mistral4ForCausalLM", deepseek.read_mistral4),
     "mixtral": Family("MixtralForCausalLM", mixtral.read),
     "modernbert": Family("ModernBertModel", modernbert.read),
     "mpnet": Family("MPNetModel", bert.read_mpnet),
@@ -146,6 +148,7 @@ FAMILIES: dict[str, Family] = {
     "vaultgemma": Family("VaultGemmaForCausalLM", gemma.read_vaultgemma),
     "xlm-roberta": Family("XLMRobertaModel", bert.read_roberta),
     "xverse": Family("XverseForCausalLM", hub_code.read_xverse),
+    "youtu": Family("YoutuForCausalLM", deepseek.read_youtu),
 }
 # Families that stand in a larger model alone.
 _WITHIN: dict[str, Family] = {
@@ -183,7 +186,7 @@ def read_model(
     text = Text(model_type, dict(config)) if composite is None else text_of(config)
     family = FAMILIES.get(text.family) or _WITHIN[text.family]
     fields = Fields(text.config)
-    served = family.names if composite is None else (composite.architecture,)
+    served = family.names if composite is None else composite.names
     architecture = architecture_of(config, served)
     whole = {**text.config, "architectures": None, **config}
     for reason in other_forms(whole, architecture, served, for_vectors=for_vectors):

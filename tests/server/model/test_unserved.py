@@ -29,7 +29,7 @@ TEXT = {"hidden_size": 2048, "num_hidden_layers": 24, "vocab_size": 151936}
 
 # Types of transformers of whose parts none is known to be missing: no reader knows their fields.
 WITHOUT_READER = {
-    *("axk1", "minicpm3", "mistral4", "sarvam_mla", "youtu"),
+    *("axk1", "sarvam_mla"),
     *("apertus1p5_text", "aria_text", "beam", "bert-generation", "bitnet"),
     *("cohere2_moe", "cohere_compass_text", "dbrx"),
     *("flint", "fuyu", "gemma4_assistant", "gpt_neox_japanese"),

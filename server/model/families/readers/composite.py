@@ -33,6 +33,21 @@ _QWEN2_TEXT: dict[str, Any] = {
     "num_key_value_heads": 32,
     "max_position_embeddings": 32768,
 }
+_DEEPSEEK_TEXT: dict[str, Any] = {
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "max_position_embeddings": 4096,
+}
+_MISTRAL4_TEXT: dict[str, Any] = {
+    "vocab_size": 131072,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "max_position_embeddings": 1048576,
+}
 _QWEN3_MOE_TEXT: dict[str, Any] = {
     "vocab_size": 151936,
     "hidden_size": 2048,
@@ -140,12 +155,19 @@ class Composite(NamedTuple):
     """Composite model, and the text parts that are served of it. architecture: the class that
     `config.json` names. texts: by `model_type` of `text_config`, the first where that names
     none. is_tied: where no `config.json` says so. inner_ties: whether `text_config` can say so.
+    others: further classes that `config.json` may name.
     """
 
     architecture: str
     texts: Mapping[str, TextPart]
     is_tied: bool = False
     inner_ties: bool = True
+    others: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Classes that `config.json` may name, the usual one first."""
+        return self.architecture, *self.others
 
 
 _LLAMA = {"llama": TextPart("llama", _LLAMA_TEXT)}
@@ -184,13 +206,24 @@ COMPOSITES: dict[str, Composite] = {
     "internvl": Composite(
         "InternVLForConditionalGeneration", _QWEN_FIRST, is_tied=True, inner_ties=False
     ),
+    "kimi_k25": Composite(
+        "KimiK25ForConditionalGeneration",
+        {name: TextPart("deepseek_v3", _DEEPSEEK_TEXT) for name in ("deepseek_v3", "kimi_k2")},
+        is_tied=True,
+        inner_ties=False,
+        others=("Kimi_K25ForConditionalGeneration",),
+    ),
     "llava": Composite("LlavaForConditionalGeneration", _LLAMA_FIRST),
     "llava_next": Composite("LlavaNextForConditionalGeneration", _LLAMA_FIRST, inner_ties=False),
     "llava_next_video": Composite("LlavaNextVideoForConditionalGeneration", _LLAMA_FIRST),
     "llava_onevision": Composite("LlavaOnevisionForConditionalGeneration", _QWEN_FIRST),
     "mistral3": Composite(
         "Mistral3ForConditionalGeneration",
-        {**_MISTRAL, "ministral3": TextPart("ministral3", _MINISTRAL3_TEXT)},
+        {
+            **_MISTRAL,
+            "ministral3": TextPart("ministral3", _MINISTRAL3_TEXT),
+            "mistral4": TextPart("mistral4", _MISTRAL4_TEXT),
+        },
     ),
     "phi3_v": Composite("Phi3VForCausalLM", {"phi3_v": TextPart("phi3")}),
     "phi4_multimodal": Composite(

@@ -1,4 +1,5 @@
-"""DeepSeek V2 and V3, and what has their attention: GLM 4.7 Flash, Kimi K2. Pure."""
+"""DeepSeek V2 and V3, and what has their attention: GLM 4.7 Flash, Kimi K2, Mistral 4, MiniCPM 3,
+Youtu. Pure."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +10,9 @@ from loraplex.server.model.families import experts, family, latent
 from loraplex.server.model.families.family import ModelSizes
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.families.readers import routed
-from loraplex.server.model.spec.model_spec import FeedForward, ModelSpec
+from loraplex.server.model.families.rope import or_usual_table, original_context, rope_table
+from loraplex.server.model.spec.model_spec import FeedForward, ModelSpec, PositionScale
+from loraplex.server.model.spec.moe_spec import RouterRule
 
 _ROUTED, _SHARED = "n_routed_experts", "n_shared_experts"
 # Where `config.json` has no such key.
@@ -53,6 +56,40 @@ _GLM: dict[str, Any] = {
     "topk_group": 1,
     "routed_scaling_factor": 1.8,
 }
+_MISTRAL: dict[str, Any] = {
+    **_V3,
+    "num_attention_heads": 32,
+    "q_lora_rank": 1024,
+    "kv_lora_rank": 256,
+    "qk_nope_head_dim": 64,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+    _ROUTED: 128,
+    "first_k_dense_replace": 0,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+}
+_PARTIAL, _BETA = "partial_rotary_factor", "llama_4_scaling_beta"
+_MISTRAL_ROPE: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 128.0,
+    "original_max_position_embeddings": 8192,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    _BETA: 0.1,
+}
+_MINICPM: dict[str, Any] = {
+    "num_attention_heads": 40,
+    "q_lora_rank": 768,
+    "kv_lora_rank": 256,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "scale_emb": 12,
+    "scale_depth": 1.4,
+    "dim_model_base": 256,
+}
 
 
 def read_v2(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
@@ -62,8 +99,7 @@ def read_v2(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
         fields.only(key, usual)
     sizes, of = _read_sizes(fields)
     attention, max_context = latent.attention(fields, sizes, of, interleaved=True)
-    size = fields.positive("moe_intermediate_size")
-    counts = experts.read_counts(_counted(fields), default=1, default_of_token=1)
+    size, counts = _read_experts(fields)
     moe = experts.moe(sizes.hidden, size, counts, routed.NAMES, "softmax_top_k")
     groups = (1, 1)
     method = fields.config.get("topk_method")
@@ -110,8 +146,11 @@ def _read_sizes(fields: Fields, **usual: Any) -> tuple[ModelSizes, latent.Latent
     return latent.read_sizes(fields, **usual)
 
 
-def _counted(fields: Fields) -> Fields:
-    return fields.changed(num_experts=fields.config[_ROUTED], num_local_experts=None)
+def _read_experts(fields: Fields) -> tuple[int, tuple[int, int]]:
+    """The size of an expert, how many there are, and how many a token has."""
+    size = fields.positive("moe_intermediate_size")
+    counted = fields.changed(num_experts=fields.config[_ROUTED], num_local_experts=None)
+    return size, experts.read_counts(counted, default=1, default_of_token=1)
 
 
 def _scored(
@@ -130,3 +169,66 @@ def _scored(
     return routed.with_experts(
         fields, generation, sizes, layers, branches, sparse, max_context, eos=1
     )
+
+
+def read_mistral4(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+    """Mistral 4: queries grow with their positions; experts by softmax in the model's dtype."""
+    fields = or_usual_table(latent.with_usual(fields, _MISTRAL), _MISTRAL_ROPE)
+    sizes, of = _read_sizes(fields)
+    table = dict(rope_table(fields))
+    part = table.pop(_PARTIAL, None) or fields.config.get(_PARTIAL)
+    if part not in (None, of.turned / (of.nope + of.turned)):
+        fields.refuse(f"{_PARTIAL} must be the part of heads that turns, got {part!r}")
+    turned = fields.changed(rope_parameters=table, rope_scaling=None, **{_PARTIAL: None})
+    interleaved = bool(fields.config.get("rope_interleave"))
+    attention, max_context = latent.attention(turned, sizes, of, interleaved=interleaved)
+    beta = fields.number(table, _BETA, None)
+    scale = PositionScale(beta, original_context(turned, table, sizes))
+    size, counts = _read_experts(fields)
+    normed = bool(fields.config.get("norm_topk_prob"))
+    rule: RouterRule = "softmax_top_k_normed" if normed else "softmax_top_k"
+    moe = experts.moe(sizes.hidden, size, counts, routed.NAMES, rule)
+    moe = replace(
+        moe,
+        groups=experts.read_groups(fields, moe, moe.best_of_group),
+        factor=fields.number(fields.config, "routed_scaling_factor", None),
+    )
+    branches = moe, experts.shared(sizes, size * fields.positive(_SHARED))
+    layers = [family.layer(sizes, replace(attention, q_scale=scale))] * sizes.layers
+    sparse = experts.read_first_dense(fields, sizes, 0)
+    return routed.with_experts(
+        fields, generation, sizes, layers, branches, sparse, max_context, eos=2
+    )
+
+
+def read_minicpm(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+    """MiniCPM 3: dense, with factors of the embedding, of what steps add, and of logits."""
+    config = fields.config
+    if config.get("v_head_dim") is None:
+        whole, heads = config.get("hidden_size"), config.get("num_attention_heads", 40)
+        if isinstance(whole, int) and isinstance(heads, int) and heads > 0:
+            fields = fields.changed(v_head_dim=whole // heads)
+    fields = latent.with_usual(fields, _MINICPM)
+    sizes, of = latent.read_sizes(fields, epsilon=1e-5)
+    attention, max_context = latent.attention(fields, sizes, of, interleaved=False)
+    depth = fields.number(fields.config, "scale_depth", sizes.layers**0.5)
+    biases = family.Biases(mlp=bool(config.get("mlp_bias")))
+    factor = depth / sizes.layers**0.5
+    layer = family.layer(sizes, attention, family.mlp(sizes, biases), factor=factor)
+    ids = family.read_eos(fields, generation, sizes, default=2)
+    model = family.model(fields, sizes, [layer] * sizes.layers, max_context, ids, tied=True)
+    base = fields.number(fields.config, "dim_model_base", sizes.hidden)
+    scale = fields.number(fields.config, "scale_emb", None)
+    head = replace(model.head, scale=base / sizes.hidden)
+    return replace(model, embedding=replace(model.embedding, scale=scale), head=head)
+
+
+def read_youtu(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+    """Youtu: DeepSeek V3's attention, and an MLP in every layer."""
+    fields = latent.with_usual(fields, {**_V3, "num_attention_heads": 16})
+    sizes, of = latent.read_sizes(fields)
+    interleaved = bool(fields.config.get("rope_interleave"))
+    attention, max_context = latent.attention(fields, sizes, of, interleaved=interleaved)
+    ids = family.read_eos(fields, generation, sizes, default=128001)
+    layers = [family.layer(sizes, attention)] * sizes.layers
+    return family.model(fields, sizes, layers, max_context, ids, tied=True)

@@ -11,8 +11,16 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
+    MiniCPM3Config,
+    MiniCPM3ForCausalLM,
+    Mistral3ForConditionalGeneration,
+    Mistral4Config,
+    Mistral4ForCausalLM,
+    YoutuConfig,
+    YoutuForCausalLM,
 )
 
+from tests.server.model.families import text_parts
 from tests.server.model.families.variant import EXPERTS, SEVEN, YARN_ROPE, Variant, of, on_experts
 
 _SHARED = tuple(f"shared_experts.{name}" for name in SEVEN[4:])
@@ -67,7 +75,44 @@ _GLM = _V3._replace(
         "mlp_layer_types": ["sparse", "dense", "sparse"],
     },
 )
+_DENSE = {key: _LATENTS[key] for key in list(_LATENTS)[2:8]}
 _ROWS: dict[str, Variant] = {
+    "minicpm3": Variant(
+        MiniCPM3Config,
+        MiniCPM3ForCausalLM,
+        {**_DENSE, "v_head_dim": None, "dim_model_base": 20, "mlp_bias": True},
+        (*_LOW_RANK, *SEVEN[4:]),
+    ),
+    "mistral4": _V3._replace(
+        config=Mistral4Config,
+        model=Mistral4ForCausalLM,
+        settings={
+            **_V3.settings,
+            "pad_token_id": 0,
+            "rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.3},
+            "original_max_position_embeddings": 64,
+        },
+        is_adapted=False,
+    ),
+    "mistral3-mistral4": _V3._replace(
+        config=text_parts.mistral3,
+        model=Mistral3ForConditionalGeneration,
+        settings={
+            **_V3.settings,
+            "model_type": "mistral4",
+            "pad_token_id": 0,
+            "rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.3},
+        },
+        excluded=text_parts.OF_IMAGES,
+        is_adapted=False,
+    ),
+    "youtu": Variant(
+        YoutuConfig,
+        YoutuForCausalLM,
+        {**_DENSE, "attention_bias": True},
+        (*_LOW_RANK, *SEVEN[4:]),
+        is_adapted=False,
+    ),
     "deepseek-v2": _V2,
     "deepseek-v2-groups": of(
         _V2,

@@ -55,6 +55,8 @@ SERVED: dict[tuple[str, str], dict[str, Any]] = {
     ("deepseek-v2-groups", "fa3"): {**LATENT},
     ("deepseek-v3", "fa3"): {**LATENT},
     ("deepseek-v3-halves", "fa2"): {**LATENT, "first_k_dense_replace": 1},
+    ("minicpm3", "fa2"): {**LATENT},
+    ("mistral4", "fa3"): {**LATENT, "qk_nope_head_dim": 16},
     ("glm4", "fa3"): {"head_dim": 16},
     ("gpt-oss", "fa3"): {"head_dim": 16, "layer_types": BOTH},
     ("falcon-new", "fa2"): {**EVEN, "ffn_hidden_size": 48},

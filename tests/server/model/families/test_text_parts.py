@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
+from transformers import Kimi_K25ForConditionalGeneration
 
 from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.judge import judge_folder
@@ -16,11 +17,13 @@ from loraplex.adapters.peft.validate import AdapterLimits
 from loraplex.server.model.checkpoint.checkpoint import CheckpointError, read_config
 from loraplex.server.model.checkpoint.tensor_table import check_folder
 from loraplex.server.model.families.registry import read_model
+from tests.server.model import hub_models
 from tests.server.model.driver import Driver, Stream, generate
+from tests.server.model.families import text_parts
 from tests.server.model.families.parity import GREEDY, assert_parity, prompt
 from tests.server.model.families.test_readers import LLAMA
-from tests.server.model.families.variants import rows
-from tests.server.model.hub_models import add_adapter, make_model, save_model
+from tests.server.model.families.variants import VARIANTS, rows
+from tests.server.model.hub_models import add_adapter, make_model, random_model, save_model
 from tests.server.model.slabs import pack, pack_folder, spec_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -230,3 +233,23 @@ def test_config_of_a_folder_is_read_whole(tmp_path: Path) -> None:
     stored = json.loads((folder / "config.json").read_text())
     assert "vision_config" in stored
     assert read_config(folder).is_text_part
+
+
+@pytest.mark.exhaustive
+def test_the_text_part_of_kimi_as_its_maker_stores_it(tmp_path: Path) -> None:
+    """transformers writes other names of layers than it reads."""
+    settings = {**hub_models.SIZES, **VARIANTS["deepseek-v3"].settings, "model_type": "kimi_k2"}
+    model = random_model(text_parts.kimi_k25, Kimi_K25ForConditionalGeneration, **settings)
+    folder = save_model(model, tmp_path)
+    (weights,) = folder.glob("*.safetensors")
+    stored = {
+        name.replace("language_model.model.blocks.", "language_model.model.layers."): tensor
+        for name, tensor in load_file(weights).items()
+    }
+    assert "language_model.model.layers.0.self_attn.kv_b_proj.weight" in stored
+    save_file(stored, weights)
+    driver = Driver(folder)
+    stream = Stream(driver, 0, prompt(17, 0), sampling=GREEDY)
+    generate(driver, [stream], 4, 5)
+    assert_parity(model, None, stream)
+    driver.close()

@@ -12,6 +12,7 @@ from transformers import (
     Glm46VConfig,
     Idefics3Config,
     InternVLConfig,
+    Kimi_K25Config,
     LlavaConfig,
     LlavaNextConfig,
     LlavaNextVideoConfig,
@@ -162,3 +163,8 @@ def phi4_multimodal(**text: Any) -> PreTrainedConfig:
     audio = {"hidden_size": 16, "intermediate_size": 16, "num_blocks": 1, "num_attention_heads": 1}
     audio |= {"nemo_conv_channels": 16, "input_size": 16, "ext_pw_out_channel": 16}
     return Phi4MultimodalConfig(**text, pad_token_id=0, vision_config=vision, audio_config=audio)
+
+
+def kimi_k25(**text: Any) -> PreTrainedConfig:
+    vision = {**_VISION, "pos_emb_height": 4, "pos_emb_width": 4}
+    return Kimi_K25Config(text_config=text, vision_config=vision, **_both(text))

@@ -26,6 +26,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {},  # with biases
     "phi3": {},  # whose checkpoint holds q, k and v in one matrix
     "gemma3": {"head_dim": 16},
+    "youtu": {  # whose attention is to latents, in floating point of one matrix
+        **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 32),
+        **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 16),
+    },
     "gpt-neox": {"hidden_size": 64, "rotary_pct": 0.5},  # whose checkpoint holds heads in turn
 }
 # One format of each layout for each model, and every format for one.

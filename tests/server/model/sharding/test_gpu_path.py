@@ -47,6 +47,7 @@ SERVED: dict[tuple[str, str], dict[str, Any]] = {
     ("granite-h", "fa3"): {"hidden_size": 64, "layer_types": ["linear_attention", "attention"]},
     ("falcon-h1", "fa3"): {"hidden_size": 64},
     ("phi3", "fa3"): {"hidden_size": 64},
+    ("deepseek-v3", "fa3"): {"hidden_size": 64, "kv_lora_rank": 32, "qk_rope_head_dim": 16},
 }
 ALWAYS = {("llama3", "fa3")}
 # Whose branches are summed on each device first, so that no norm sums the devices' terms.

@@ -162,6 +162,7 @@ NAMINGS = (
         ("self_attention.", "mlp.dense"),
         "word_embeddings",
     ),
+    Naming("a model with MPT's names", "transformer.", "", "blocks.", ("attn.", "ffn."), "wte"),
     *(
         Naming(
             "a model with Nemotron-H's names", body, "", modules=("mixer.",), embedding="embeddings"

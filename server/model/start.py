@@ -117,7 +117,7 @@ def _build_parts(
     phases: StartPhases,
 ) -> Parts:
     """Everything that lies on the device for good."""
-    model = sharded(whole, group.shard.count)
+    model = sharded(whole, group.shard.count, group.shard.index)
     dtype = DTYPES[config.dtype]
     on_gpu = device.type == "cuda"
     if on_gpu and config.kv_dtype == "fp8":

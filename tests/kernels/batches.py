@@ -2,11 +2,12 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
 
+from loraplex.server.kernels.attention.scores import ScoreRule
 from loraplex.server.kernels.launch.configs import KernelConfigs, Phase, load_configs, read_configs
 from loraplex.server.kernels.lora.expand import expand
 from loraplex.server.kernels.lora.segments import Segments, allocate_segments, route
@@ -21,6 +22,13 @@ interpreted = pytest.mark.skipif(
 ALIGNMENT = 256
 NUM_SITES = 3
 SITE = 1
+
+
+def sloped(rule: ScoreRule, heads: int, largest: float | None, device: torch.device) -> ScoreRule:
+    """The rule with random slopes. largest: None = without."""
+    if largest is None:
+        return rule
+    return replace(rule, slopes=largest * torch.rand(heads).to(device))
 
 
 @dataclass(slots=True)

@@ -102,6 +102,8 @@ OF_EXPERTS: tuple[ExpertActivation | None, ...] = (None, ACTIVATION_OF_EXPERTS, 
 # Scores of a layer with nothing beside a scale, and with all that a layer may have.
 PLAIN = LayerScores(ScoreRule(1.0))
 FULL = LayerScores(ScoreRule(1.0, 50.0, 4096), 0, torch.zeros(8))
+SLOPED = LayerScores(ScoreRule(1.0, slopes=torch.zeros(8)))
+FULL_SLOPED = LayerScores(replace(FULL.rule, slopes=torch.zeros(8)), 0, FULL.sinks)
 WIDTHS = (512, 128, 128)
 HALVES, NONE = Rotation(torch.zeros(8, 64)), Rotation(torch.zeros(8, 0))
 PART = Rotation(torch.zeros(8, 48), q_scale=torch.zeros(8))
@@ -192,7 +194,8 @@ def attentions(rows: int, delta: PendingDelta, early: bool) -> None:
         norm = QkNorm(weights, 1e-5, values=True)
         attention(rows, delta, norm, HALVES, early, PLAIN, pages, heads)
     attention(1, None, None, HALVES, early)
-    attention(rows, None, None, HALVES, early, FULL)
+    for scores in (FULL, SLOPED, FULL_SLOPED):
+        attention(rows, None, None, HALVES, early, scores)
 
 
 def many_tokens(configs: KernelConfigs, y: torch.Tensor, pending: PendingLora) -> None:
@@ -329,7 +332,7 @@ def prompts(capability: int) -> None:
             torch.zeros(4, 16, 2, head_dim).to(DTYPE),
         )
         shape = tile_shape(4, head_dim, divmod(capability, 10))
-        for scores in (FULL, PLAIN):
+        for scores in (FULL, PLAIN, SLOPED, FULL_SLOPED):
             context = (table, tiles, shape, scores.rule, scores.sinks, q.clone())
             prompt_attention(q, CachePages(pages, pages), *context)
 

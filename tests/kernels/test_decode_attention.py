@@ -25,6 +25,7 @@ from loraplex.server.kernels.attention.scores import ScoreRule
 from loraplex.server.kernels.lora.pending import PendingDelta
 from loraplex.server.kernels.lora.table import LoraTable
 from tests.grids import beyond, sparse
+from tests.kernels.batches import sloped
 from tests.kernels.rotations import TURNS, Turn, as_cached, normed, rotated
 
 EPSILON = 1e-5
@@ -155,6 +156,8 @@ class Case:
         scores = products * rule.scale
         if rule.softcap is not None:
             scores = rule.softcap * (scores / rule.softcap).tanh()
+        if rule.slopes is not None:
+            scores += rule.slopes.double().cpu()[:, None] * torch.arange(1 - scores.shape[1], 1)
         if sinks is not None:
             scores = torch.cat((scores, sinks.double().cpu()[:, None]), dim=1)
         return scores.softmax(-1)[:, : products.shape[1]]
@@ -209,16 +212,27 @@ SCORES = {
 
 
 @pytest.mark.parametrize(
-    ("name", "page_size", "shape"),
-    sparse(list(SCORES), [16, 1, 24, 64, 256], [(4, 2, 64), (14, 2, 32), (3, 3, 48)]),
+    ("name", "page_size", "shape", "slopes"),
+    sparse(
+        list(SCORES),
+        [16, 1, 24, 64, 256],
+        [(4, 2, 64), (14, 2, 32), (3, 3, 48)],
+        [1.0, None],
+    ),
 )
 def test_scores_of_other_layers(
-    device: torch.device, name: str, page_size: int, shape: tuple[int, int, int]
+    device: torch.device,
+    name: str,
+    page_size: int,
+    shape: tuple[int, int, int],
+    slopes: float | None,
 ) -> None:
     """Windows that begin anywhere in a page, a tile and a piece; no page behind them is looked
     up."""
     contexts = [1, 17, 100, 101, 163, 300, 1100]
-    case = Case(contexts, shape, device, torch.float32, page_size, scores=SCORES[name])
+    rule, sinks = SCORES[name]
+    scores = sloped(rule, shape[0], slopes, device), sinks
+    case = Case(contexts, shape, device, torch.float32, page_size, scores=scores)
     expected = case.expected()
     case.check(case.run(), expected)
 
@@ -299,20 +313,24 @@ def test_half_precision(batch: int, dtype: torch.dtype, shape: tuple[int, int, i
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", [1, 70, 256])
 @pytest.mark.parametrize(
-    ("shape", "scores"),
+    ("shape", "scores", "slopes"),
     [
-        ((16, 8, 256), (ScoreRule(0.0625, 50.0, 4096), False)),
-        ((64, 8, 64), (ScoreRule(0.125, window=128), True)),
-        ((32, 32, 96), (ScoreRule(96**-0.5, window=2047), False)),
+        ((16, 8, 256), (ScoreRule(0.0625, 50.0, 4096), False), None),
+        ((64, 8, 64), (ScoreRule(0.125, window=128), True), None),
+        ((32, 32, 96), (ScoreRule(96**-0.5, window=2047), False), None),
+        ((32, 32, 128), (ScoreRule(128**-0.5), False), 1.0),
+        ((16, 4, 64), (ScoreRule(0.125, 30.0, 300), False), 1.0),
     ],
 )
 def test_half_precision_of_other_layers(
-    batch: int, shape: tuple[int, int, int], scores: tuple[ScoreRule, bool]
+    batch: int, shape: tuple[int, int, int], scores: tuple[ScoreRule, bool], slopes: float | None
 ) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     contexts = [1 + 97 * i % 700 for i in range(batch - 1)] + [9000]
-    case = Case(contexts, shape, torch.device("cuda"), torch.bfloat16, scores=scores)
+    device = torch.device("cuda")
+    scores = sloped(scores[0], shape[0], slopes, device), scores[1]
+    case = Case(contexts, shape, device, torch.bfloat16, scores=scores)
     expected = case.expected()
     case.check(case.run(), expected)
 

@@ -19,7 +19,7 @@ from loraplex.server.kernels.attention.prompt_attention import (
 )
 from loraplex.server.kernels.attention.scores import ScoreRule
 from tests.grids import beyond, examples, sparse
-from tests.kernels.batches import interpreted
+from tests.kernels.batches import interpreted, sloped
 
 CPU, NO_PAGE = torch.device("cpu"), 10**6
 HOPPER, ADA = (9, 0), (8, 9)
@@ -111,6 +111,8 @@ def attended(
         scores = rule.softcap * torch.tanh(scores / rule.softcap)
     query = torch.arange(start, len(k), device=q.device)[:, None]
     key = torch.arange(len(k), device=q.device)
+    if rule.slopes is not None:
+        scores = scores + rule.slopes.double()[:, None, None] * (key - query)
     seen = (key <= query) & (key > query - (rule.window or len(k)))
     scores = scores.masked_fill(~seen, -math.inf)
     if sinks is not None:
@@ -127,7 +129,7 @@ CHUNKS = [(0, 1), (0, 33), (15, 2), (40, 17), (47, 1)]
 
 
 @pytest.mark.parametrize(
-    ("heads", "rule", "sinks"),
+    ("heads", "rule", "sinks", "slopes"),
     sparse(
         [(4, 2, 64), (3, 1, 80), (7, 1, 96), (2, 2, 24), (10, 2, 16)],
         [
@@ -137,11 +139,17 @@ CHUNKS = [(0, 1), (0, 33), (15, 2), (40, 17), (47, 1)]
             ScoreRule(0.2, softcap=5.0, window=16),
         ],
         [False, True],
+        [0.1, None, 2.0],
     ),
 )
 def test_chunks_of_several_prompts(
-    device: torch.device, heads: tuple[int, int, int], rule: ScoreRule, sinks: bool
+    device: torch.device,
+    heads: tuple[int, int, int],
+    rule: ScoreRule,
+    sinks: bool,
+    slopes: float | None,
 ) -> None:
+    rule = sloped(rule, heads[0], slopes, device)
     case = Case(CHUNKS, heads, rule, device=device, sinks=sinks)
     case.check(small(heads[0] // heads[1]), idle=3)
 
@@ -218,15 +226,21 @@ FULL, WINDOW = [(0, 700), (2100, 333), (4000, 31)], 512
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 160, 192, 256, 512])
 @pytest.mark.parametrize(
-    ("change", "sinks"),
-    [({}, False), ({"softcap": 30.0}, False), ({"window": WINDOW}, True)],
+    ("change", "sinks", "slopes"),
+    [
+        ({}, False, None),
+        ({"softcap": 30.0}, False, None),
+        ({"window": WINDOW}, True, None),
+        ({}, False, 0.5),
+    ],
 )
 def test_half_precision(
-    dtype: torch.dtype, head_dim: int, change: dict[str, Any], sinks: bool
+    dtype: torch.dtype, head_dim: int, change: dict[str, Any], sinks: bool, slopes: float | None
 ) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     device, rule = torch.device("cuda"), ScoreRule(head_dim**-0.5, **change)
+    rule = sloped(rule, 8, slopes, device)
     case = Case(FULL, (8, 2, head_dim), rule, device=device, dtype=dtype, sinks=sinks)
     case.check(tile_shape(4, head_dim, torch.cuda.get_device_capability()), idle=2)
 

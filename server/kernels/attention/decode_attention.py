@@ -35,7 +35,13 @@ from loraplex.server.kernels.attention.rotation import (
     norm_switch,
     pair_columns,
 )
-from loraplex.server.kernels.attention.scores import LOG2_E, NO_SCORE, ScoreRule, capped
+from loraplex.server.kernels.attention.scores import (
+    LOG2_E,
+    NO_SCORE,
+    ScoreRule,
+    capped,
+    slopes_of,
+)
 from loraplex.server.kernels.launch.launch import follow
 from loraplex.server.kernels.lora.pending import PendingDelta, delta_arguments
 from loraplex.server.kernels.lora.record import ranks_at, record_of
@@ -136,6 +142,7 @@ def decode_attention(
         work.piece,
         (scratch.sums, scratch.weights, scratch.done),
         qkv if scores.sinks is None else scores.sinks,
+        rule.slopes,
         *rule.arguments,
         GROUP=group,
         KV_HEADS=kv_heads,
@@ -180,7 +187,7 @@ def _shape(programs: int, group: int, head_dim: int, *, narrow: bool = False) ->
     do_not_specialize=["stride_pages", "site", "num_sites", "inner", "outer", "window"],
     do_not_specialize_on_alignment=[
         *("slots_ptr", "rows_ptr", "positions_ptr", "turns_ptr", "items_ptr", "piece_ptr"),
-        "sinks_ptr",
+        *("sinks_ptr", "slopes_ptr"),
     ],
 )
 def _decode_attention_kernel(
@@ -203,6 +210,7 @@ def _decode_attention_kernel(
     piece_ptr: tl.tensor,
     scratch: tl.tuple,
     sinks_ptr: tl.tensor,
+    slopes_ptr: tl.tensor,
     inner: tl.tensor,
     outer: tl.tensor,
     window: tl.tensor,
@@ -246,7 +254,7 @@ def _decode_attention_kernel(
         origin = seen // PIECE_STEP * PIECE_STEP
         so_far = _attend_piece(
             token, origin + number * piece, piece, position, seen, pages_ptr, cache,
-            sinks_ptr, kv_head, (inner, outer), GROUP, KV_HEADS, HEAD_DIM, PAGE_SIZE,
+            sinks_ptr, kv_head, (inner, outer, slopes_ptr), GROUP, KV_HEADS, HEAD_DIM, PAGE_SIZE,
             max(16, BLOCK_Q), BLOCK_N, BLOCK_H, PARTS, CAPPED, WINDOWED, SINKS,
         )  # fmt: skip
         write_result(
@@ -406,7 +414,8 @@ def _attend_piece(
     SINKS: tl.constexpr,
 ) -> Any:
     """The piece's cached tokens from `seen` on; the last piece has the new token too, and the sink,
-    and keeps the token. Returns what `_attend` does."""
+    and keeps the token. factors: inner and outer of the rule, and its slopes. Returns what
+    `_attend` does."""
     q = token[0]
     TOKEN: tl.constexpr = KV_HEADS * HEAD_DIM
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -442,11 +451,15 @@ def _attend_piece(
         g = tl.arange(0, BLOCK_G)
         sink = tl.load(sinks_ptr + kv_head * GROUP + g, mask=g < GROUP, other=0.0).to(tl.float32)
         so_far = _with_sink(so_far, tl.where(is_last, sink * LOG2_E, NO_SCORE))
+    bias = factors[2]
+    if bias is not None:
+        g = tl.arange(0, BLOCK_G)
+        bias = (slopes_of(factors[2], kv_head * GROUP + g, g < GROUP, factors[1]), position)
     q = (for_pages(_padded(q[0], BLOCK_G), k_ptr), for_pages(_padded(q[1], BLOCK_G), k_ptr))
     return _attend(
         q, so_far,
         begin, tl.minimum(begin + piece, position), seen, pages_ptr, k_ptr, v_ptr, cache[5],
-        scales, factors, TOKEN, HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_H, CAPPED, WINDOWED,
+        scales, factors, bias, TOKEN, HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_H, CAPPED, WINDOWED,
     )  # fmt: skip
 
 
@@ -576,6 +589,7 @@ def _attend(
     stride: tl.tensor,
     scales: tl.tuple,
     factors: tl.tuple,
+    bias: tl.tuple,
     TOKEN: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -586,13 +600,14 @@ def _attend(
 ) -> tuple[Any, Any, Any, Any]:
     """Cached tokens begin .. end, but those before `seen`, into the running softmax
     (arXiv:1805.02867), two tiles of BLOCK_N at a time. stride: from page to page; scales: as of
-    `CachePages.token_scales`, of the head; factors: inner and outer of the rule."""
+    `CachePages.token_scales`, of the head; factors: inner and outer of the rule; bias: None, or
+    slopes `[BLOCK_G]` and the query's position."""
     HALF: tl.constexpr = HEAD_DIM // 2
     n = tl.arange(0, BLOCK_N)
     h = tl.arange(0, BLOCK_H)[None, :]
     at = n[:, None] * TOKEN + h
     inside = h < HALF
-    inner, outer = factors
+    inner, outer = factors[0], factors[1]
     top, total, acc_a, acc_b = so_far
     for first in tl.range(begin, end, 2 * BLOCK_N, num_stages=2):
         x_live = n < end - first
@@ -621,6 +636,10 @@ def _attend(
             of_y *= _scales_of(scales[0], sy, y_live)
         if CAPPED:
             of_x, of_y = capped(of_x, inner), capped(of_y, inner)
+        if bias is not None:
+            apart = (n + (first - bias[1]))[None, :]
+            of_x += bias[0][:, None] * apart.to(tl.float32)
+            of_y += bias[0][:, None] * (apart + BLOCK_N).to(tl.float32)
         of_x = tl.where(x_live[None, :], of_x, float("-inf"))
         of_y = tl.where(y_live[None, :], of_y, float("-inf"))
         higher = tl.maximum(top, tl.max(tl.maximum(of_x, of_y), axis=1) * outer)

@@ -2,8 +2,9 @@
 
 FlashAttention (https://arxiv.org/abs/2205.14135): a program takes a tile of a chunk's tokens, for
 all query heads of one kv head, and keeps a running softmax over keys. Windows, soft caps, sinks,
-scales and head sizes are a layer's own. No key and no page outside of what a tile's tokens see is
-read. What the host knows of lengths lies in the tiles: a launch of a graph finds others each time.
+slopes, scales and head sizes are a layer's own. No key and no page outside of what a tile's tokens
+see is read. What the host knows of lengths lies in the tiles: a launch of a graph finds others each
+time.
 """
 
 from dataclasses import dataclass
@@ -21,7 +22,13 @@ from loraplex.server.kernels.attention.pages import (
     scaled_weights,
     widened,
 )
-from loraplex.server.kernels.attention.scores import LOG2_E, NO_SCORE, ScoreRule, capped
+from loraplex.server.kernels.attention.scores import (
+    LOG2_E,
+    NO_SCORE,
+    ScoreRule,
+    capped,
+    slopes_of,
+)
 
 TILE_COLUMNS = 4
 _WIDEST_HEAD = 512
@@ -127,6 +134,7 @@ def prompt_attention(
         page_table.stride(0),
         tiles,
         q if sinks is None else sinks,
+        rule.slopes,
         *rule.arguments,
         GROUP=group,
         KV_HEADS=kv_heads,
@@ -145,7 +153,7 @@ def prompt_attention(
 
 @triton.jit(
     do_not_specialize=["v_scale", "stride_pages", "inner", "outer", "window"],
-    do_not_specialize_on_alignment=["tiles_ptr", "sinks_ptr"],
+    do_not_specialize_on_alignment=["tiles_ptr", "sinks_ptr", "slopes_ptr"],
 )
 def _prompt_attention_kernel(
     q_ptr: tl.tensor,
@@ -159,6 +167,7 @@ def _prompt_attention_kernel(
     stride_pages: tl.tensor,
     tiles_ptr: tl.tensor,
     sinks_ptr: tl.tensor,
+    slopes_ptr: tl.tensor,
     inner: tl.tensor,
     outer: tl.tensor,
     window: tl.tensor,
@@ -195,13 +204,16 @@ def _prompt_attention_kernel(
         if SINKS:
             top = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
             total += 1.0
+        slopes = slopes_ptr
+        if slopes_ptr is not None:
+            slopes = slopes_of(slopes_ptr, head, m >= 0, outer)
         scales = token_scales
         if token_scales is not None:
             of_head = kv_head * PAGE_SIZE
             scales = (token_scales[0] + of_head, token_scales[1] + of_head, token_scales[2])
         keys = _Keys(
             pages_ptr, k_ptr + kv_head * HEAD_DIM, v_ptr + kv_head * HEAD_DIM, stride, scales,
-            start + count,
+            slopes, start + count,
         )  # fmt: skip
         top, total, acc = _attend_tile(
             q, (top, total, tl.zeros((BLOCK_M, BLOCK_D), tl.float32)), start + token, start,
@@ -217,7 +229,7 @@ def _prompt_attention_kernel(
 
 class _Keys(NamedTuple):
     """Keys and values of one kv head: the sequence's pages, addresses, the stride from page to
-    page, as much of `CachePages.token_scales`, and the position of the end.
+    page, as much of `CachePages.token_scales`, slopes of the queries, and the position of the end.
     """
 
     pages_ptr: Any
@@ -225,6 +237,7 @@ class _Keys(NamedTuple):
     v_ptr: Any
     stride: Any
     scales: Any
+    slopes: Any
     end: Any
 
 
@@ -303,8 +316,10 @@ def _attend(
             scores *= tl.load(keys.scales[0] + page * keys.scales[2] + offset)[None, :]
         if form.capped:
             scores = capped(scores, inner)
+        key = (first + n)[None, :]
+        if keys.slopes is not None:
+            scores += keys.slopes[:, None] * (key - positions[:, None]).to(tl.float32)
         if MASKED:
-            key = (first + n)[None, :]
             seen = key <= positions[:, None]
             if form.windowed:
                 seen = seen & (key > positions[:, None] - window)

@@ -1,8 +1,10 @@
-"""From products of queries and keys to scores: scale and soft cap, in base 2 for the softmax."""
+"""From products of queries and keys to scores: scale, soft cap and slopes, in base 2 for the
+softmax."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
@@ -16,12 +18,14 @@ class ScoreRule:
     """The rule of one layer's scores. scale: of `q k^T`, more than 0.
 
     softcap: scores become `softcap * tanh(score / softcap)`, None = as they are. window: a token
-    sees that many latest tokens, itself included; None = all.
+    sees that many latest tokens, itself included; None = all. slopes: float32 `[heads]`, what a
+    score loses for each token that the key lies before the query (ALiBi), None = nothing.
     """
 
     scale: float
     softcap: float | None = None
     window: int | None = None
+    slopes: torch.Tensor | None = field(default=None, compare=False)
 
     @property
     def inner(self) -> float:
@@ -49,3 +53,10 @@ class ScoreRule:
 def capped(products: tl.tensor, inner: tl.tensor) -> Any:
     """`tanh(inner * products)`, float32, with an absolute error of some 1e-7."""
     return 1.0 - 2.0 / (tl.exp2(products * (inner * (2.0 * LOG2_E))) + 1.0)
+
+
+@triton.jit
+def slopes_of(slopes_ptr: tl.tensor, heads: tl.tensor, live: tl.tensor, outer: tl.tensor) -> Any:
+    """Slopes of query heads as `outer` finds them, float32 as `heads`, 0 where not live."""
+    slopes = tl.load(slopes_ptr + heads, mask=live, other=0.0)
+    return slopes * (LOG2_E / outer)

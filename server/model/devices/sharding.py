@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from loraplex.adapters.sharding import Span, total_width
+from loraplex.adapters.sharding import Shard, Span, heads_of, total_width
 from loraplex.server.config import ConfigError
 from loraplex.server.model.spec.latent_spec import LatentSpec
 from loraplex.server.model.spec.linear_spec import LinearSpec, Part
@@ -19,8 +19,9 @@ from loraplex.server.model.spec.state_spec import DeltaNetSpec, Mamba2Spec, Stat
 _MOST_SHARDS = 64
 
 
-def sharded(model: ModelSpec, count: int) -> ModelSpec:
-    """The spec of one device's part; all have the same. `vocab_size` stays that of the model.
+def sharded(model: ModelSpec, count: int, index: int = 0) -> ModelSpec:
+    """The spec of one device's part, as large as every other. `vocab_size` stays that of the model.
+    index: of the device, whose slopes the part has.
 
     Raises ConfigError where heads cannot be shared by so many, with the numbers that can.
     """
@@ -31,7 +32,10 @@ def sharded(model: ModelSpec, count: int) -> ModelSpec:
     return replace(
         model,
         embedding=_embedding(model.embedding, count),
-        layers=tuple(layer.mapped(lambda branch: _branch(branch, count)) for layer in model.layers),
+        layers=tuple(
+            layer.mapped(lambda branch: _branch(branch, Shard(index, count)))
+            for layer in model.layers
+        ),
         head=replace(head, linear=_linear(head.linear, count)),
     )
 
@@ -101,12 +105,14 @@ def sharded_states(spec: StateSpec, count: int) -> StateSpec:
     return replace(spec, mixed=mixed, out=out, channels=spec.channels // count)
 
 
-def _branch(branch: Branch, count: int) -> Branch:
+def _branch(branch: Branch, shard: Shard) -> Branch:
+    count = shard.count
     if isinstance(branch, LatentSpec):
         q_b, kv_b, o = (_linear(linear, count) for linear in (branch.q_b, branch.kv_b, branch.o))
         return replace(branch, q_b=q_b, kv_b=kv_b, o=o, num_heads=branch.num_heads // count)
     if isinstance(branch, AttentionSpec):
-        return _attention(branch, count)
+        slopes = branch.slopes[heads_of(branch.num_heads, shard)]
+        return replace(_attention(branch, count), slopes=slopes)
     if isinstance(branch, StateSpec):
         return sharded_states(branch, count)
     gate_up, down = (_linear(linear, count) for linear in (branch.gate_up, branch.down))

@@ -50,7 +50,7 @@ _POSITIONS: dict[int, tuple[str, ...]] = {
         *("dots1", "exaone4", "exaone_moe", "granite", "granitemoe", "granitemoehybrid"),
         *("granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "llama", "olmo", "olmo2"),
         *("olmo3", "phi", "codegen", "falcon", "gpt_neox", "gptj"),
-        *("gpt_neo", "opt"),
+        *("bloom", "gpt_neo", "mpt", "opt"),
     ),
     128000: ("lfm2", "lfm2_moe"),
     4096: (
@@ -313,6 +313,15 @@ def attention(
     )
 
 
+def alibi_slopes(heads: int) -> tuple[float, ...]:
+    """ALiBi's slope of each head (arXiv 2108.12409): a geometric series down to 2^-8. Other numbers
+    of heads than powers of two take of the next power's first every second one.
+    """
+    whole = 1 << (heads - 1).bit_length()
+    each = [2.0 ** (-8.0 * n / whole) for n in range(1, whole + 1)]
+    return tuple(each) if whole == heads else tuple([*each[1::2], *each[::2]][:heads])
+
+
 def mlp(
     sizes: ModelSizes, biases: Biases = NO_BIASES, activation: Activation | None = None
 ) -> MlpSpec:
@@ -407,9 +416,11 @@ def layer_normed(
     sizes: ModelSizes,
     layers: Sequence[LayerSpec],
     max_context: int,
-    eos: int,
+    eos: int | None,
 ) -> ModelSpec:
-    """Make a model with a LayerNorm behind its layers. eos: where `config.json` says nothing."""
+    """Make a model with a LayerNorm behind its layers. eos: where `config.json` says nothing; no id
+    where that is None, too.
+    """
     ids = read_eos(fields, generation, sizes, default=eos)
     found = model(fields, sizes, layers, max_context, ids)
     return msgspec.structs.replace(found, norm=layer_norm(found.norm.path, sizes))

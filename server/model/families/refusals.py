@@ -90,7 +90,6 @@ _PARTS: tuple[_Part, ...] = (
     _Part("attention masks that depend on the values", ("keep_window_size",)),
     _Part("a model of bytes and patches, where others have tokens", ("patching_mode",)),
     _Part("tokens of several codebooks", ("num_codebooks", "audio_vocab_size", "vq_config")),
-    _Part("attention whose queries and values are clipped", ("clip_qkv",)),
     _Part("attention of hashed tokens", ("num_hashes",), kinds=("lsh",)),
     _Part("two streams of attention", named=("bi_data",)),
     _Part("actions beside text", named=("max_action_dim",)),
@@ -106,7 +105,6 @@ _PARTS: tuple[_Part, ...] = (
             *("use_bidirectional_attention", "prompt_types"),
         ),
     ),
-    _Part("biases of scores by distance (ALiBi)", ("alibi",), named=("slow_but_exact",)),
     _Part(
         "positions that are added in another form, or norms of sums",
         (

@@ -12,6 +12,7 @@ from loraplex.server.model.families.family import Family, refuse_other_attention
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.families.head_forms import architecture_of, head_form, with_head
 from loraplex.server.model.families.readers import (
+    alibi,
     bert,
     deepseek,
     exaone,
@@ -60,6 +61,7 @@ FAMILIES: dict[str, Family] = {
     "arcee": Family("ArceeForCausalLM", ungated.read_arcee),
     "Yi": Family("YiForCausalLM", hub_code.read_yi),
     "bert": Family("BertModel", bert.read_bert),
+    "bloom": Family("BloomForCausalLM", alibi.read_bloom),
     "bamba": Family("BambaForCausalLM", mamba.read),
     "baichuan": Family("BaichuanForCausalLM", hub_code.read_baichuan),
     "chatglm": Family(
@@ -123,6 +125,7 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family("MixtralForCausalLM", mixtral.read),
     "modernbert": Family("ModernBertModel", modernbert.read),
     "mpnet": Family("MPNetModel", bert.read_mpnet),
+    "mpt": Family("MptForCausalLM", alibi.read_mpt, others=("MPTForCausalLM",)),
     "nemotron_h": Family("NemotronHForCausalLM", nemotron_h.read),
     "nemotron": Family("NemotronForCausalLM", ungated.read_nemotron),
     "olmo": Family("OlmoForCausalLM", olmo.read_olmo),

@@ -77,7 +77,7 @@ class PagedAttention:
         self._windows = distinct_windows(model)
         self._scores = {
             layer: LayerScores(rule, self._windows.index(rule.window))
-            for layer, rule in score_rules(model).items()
+            for layer, rule in score_rules(model, self.device).items()
         }
 
     def work(self, batch: int) -> WorkLayout:

@@ -15,8 +15,9 @@ def unsupported(model: ModelSpec, dtype: str, capability: tuple[int, int]) -> st
     if capability < (8, 0):
         found = ".".join(map(str, capability))
         return f"FlashInfer needs compute capability 8.0, this GPU has {found}"
-    if not model.is_causal and any(of.sinks for of in model.attentions.values()):
-        return "the kernel of whole texts has no sinks"
+    added = (of.sinks or bool(of.slopes) for of in model.attentions.values())
+    if not model.is_causal and any(added):
+        return "the kernel of whole texts has no sinks and no slopes"
     if dtype == "float32":
         return "FlashInfer computes in bfloat16 and float16, not in float32"
     if any(attention.gate is not None for attention in model.attentions.values()):

@@ -147,7 +147,7 @@ class Consumers:
         feeds = [branch for branch in branches if isinstance(branch, FeedForwardSpec)]
         takes_parts = {of.qkv for of in attentions} | {of.gate_up for of in feeds}
         whole = {linear.role for linear in takes_parts if len(linear.parts) == 1}
-        whole |= {of.qkv.role for of in attentions if of.is_gated}
+        whole |= {of.qkv.role for of in attentions if of.is_gated or of.clip}
         whole |= {
             branch.gate_up.role
             for branch in branches

@@ -391,6 +391,8 @@ class CudaOps:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         spec = self.model.layers[layer].attention
+        if spec.clip:
+            qkv = Ready(self.complete(qkv).clamp_(-spec.clip, spec.clip))
         if not spec.is_gated:
             return self._attend(plan, layer, qkv, qk_norm, sinks)
         ungated, gate = without_gate(self.complete(qkv), spec)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -94,6 +95,25 @@ class TorchPlan:
     states: TokenSteps | None = None
 
 
+class OfHeads(NamedTuple):
+    """Numbers of query heads, float32 `[heads]` at first, or None: sinks and slopes."""
+
+    sinks: torch.Tensor | None
+    slopes: torch.Tensor | None
+
+    def grouped(self, queries: torch.Tensor) -> "OfHeads":
+        """As `[kv_heads, group, 1]`. queries: `[tokens, kv_heads, group, head_dim]`."""
+        shape = (*queries.shape[1:3], 1)
+        return OfHeads(*(None if of is None else of.view(shape) for of in self))
+
+    def of_each_query(self) -> "OfHeads":
+        """As `[kv_heads, group, 1, 1]`, of what is grouped."""
+        return OfHeads(*(None if of is None else of.unsqueeze(-1) for of in self))
+
+
+NO_NUMBERS = OfHeads(None, None)
+
+
 class TorchOps:
     """Implements `loraplex.server.model.ops.ops.Ops` for any model, dtype and device."""
 
@@ -116,6 +136,8 @@ class TorchOps:
         windows = [model.max_context if w is None else w for w in cache.groups.windows]
         self._page_windows = torch.tensor(windows, device=self.device)[:, None, None]
         self._turns = HeadTurns(model, cache.dtype, self.device)
+        found = {of.slopes for of in model.attentions.values() if of.slopes}
+        self._slopes = {slopes: torch.tensor(slopes, device=self.device) for slopes in found}
 
     def lora(self, token_slots: np.ndarray) -> LoraBatch | None:
         return self.table.batch(token_slots)
@@ -301,6 +323,8 @@ class TorchOps:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         spec = self.model.layers[layer].attention
+        if spec.clip:
+            qkv = qkv.clamp(-spec.clip, spec.clip)
         if spec.norms_values:
             qkv = with_values(qkv, spec)
         if spec.is_gated:
@@ -320,18 +344,17 @@ class TorchOps:
         spec = self.model.layers[layer].attention
         q, k, v = turned_heads(spec, qkv, qk_norm, plan.turns)
         grouped = q.reshape(len(q), spec.num_kv_heads, -1, spec.head_dim)
-        if sinks is not None:
-            sinks = sinks.view(*grouped.shape[1:3], 1)
+        of_heads = OfHeads(sinks, self._slopes.get(spec.slopes)).grouped(grouped)
         if self.model.is_causal:
             if spec.keys_of is None:
                 self._write(plan, layer, k, v)
-            return self._attend_pages(plan, layer, grouped, sinks).flatten(1)
+            return self._attend_pages(plan, layer, grouped, of_heads).flatten(1)
         out = torch.empty_like(grouped)
         for chunk in plan.chunks:
             tokens = slice(chunk.begin, chunk.end)
             keys, values = k[tokens].transpose(0, 1), v[tokens].transpose(0, 1)
             mask = chunk.masks[spec.window]
-            out[tokens] = _attend_chunk(spec, grouped[tokens], keys, values, mask, sinks)
+            out[tokens] = _attend_chunk(spec, grouped[tokens], keys, values, mask, of_heads)
         return out.flatten(1)
 
     def attend_latents(
@@ -346,7 +369,7 @@ class TorchOps:
         absorbed = AbsorbedKeys(weights, lora, site)
         q, k = absorbed.queries_and_keys(*products, plan.turns)
         self._write(plan, layer, k, k[..., : weights.spec.latent])
-        return absorbed.values(self._attend_pages(plan, layer, q, None)[:, 0])
+        return absorbed.values(self._attend_pages(plan, layer, q, NO_NUMBERS)[:, 0])
 
     def _write(self, plan: TorchPlan, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write keys and values, `[tokens, kv_heads, features]` each, to their pages."""
@@ -356,23 +379,23 @@ class TorchOps:
         self.cache.write(layer, plan.pages[group], plan.offsets, k, v)
 
     def _attend_pages(
-        self, plan: TorchPlan, layer: int, grouped: torch.Tensor, sinks: torch.Tensor | None
+        self, plan: TorchPlan, layer: int, grouped: torch.Tensor, of_heads: OfHeads
     ) -> torch.Tensor:
         """Attend to keys and values in pages. grouped: queries, `[tokens, kv_heads, group,
-        head_dim]` -> the same, as wide as values; sinks `[kv_heads, group, 1]`."""
+        head_dim]` -> the same, as wide as values."""
         spec = self.model.layers[layer].attention
         of_pages = self.cache.groups.group(layer)
         out = grouped.new_empty(*grouped.shape[:-1], self.cache.of(layer)[1].shape[-1])
         for group in plan.decodes:
             keys, values = self.cache.read(layer, group.pages[of_pages])
             mask = group.masks[spec.window]
-            out[group.tokens] = _attended(spec, grouped[group.tokens], keys, values, mask, sinks)
+            out[group.tokens] = _attended(spec, grouped[group.tokens], keys, values, mask, of_heads)
         for chunk in plan.chunks:
             found = self.cache.read(layer, chunk.pages[of_pages])
             keys, values = (each[0, :, : chunk.context] for each in found)
             tokens = slice(chunk.begin, chunk.end)
             mask = chunk.masks[spec.window]
-            out[tokens] = _attend_chunk(spec, grouped[tokens], keys, values, mask, sinks)
+            out[tokens] = _attend_chunk(spec, grouped[tokens], keys, values, mask, of_heads)
         return out
 
     def mix_states(
@@ -431,16 +454,15 @@ def _attend_chunk(
     keys: torch.Tensor,
     values: torch.Tensor,
     mask: torch.Tensor | None,
-    sinks: torch.Tensor | None,
+    of_heads: OfHeads,
 ) -> torch.Tensor:
     """Compute attention of one chunk. q `[n, kv_heads, group, head_dim]`; keys, values `[kv_heads,
-    context, head_dim]`, which the group shares; sinks `[kv_heads, group, 1]`.
+    context, head_dim]`, which the group shares.
     """
     group = q.shape[2]
     keys, values = (x.unsqueeze(1).expand(-1, group, -1, -1) for x in (keys, values))
-    if sinks is not None:
-        sinks = sinks.unsqueeze(-1)
-    attended = _attended(spec, q.permute(1, 2, 0, 3), keys, values, mask, sinks)
+    queries = q.permute(1, 2, 0, 3)
+    attended = _attended(spec, queries, keys, values, mask, of_heads.of_each_query())
     return attended.permute(2, 0, 1, 3)
 
 
@@ -450,13 +472,14 @@ def _attended(
     keys: torch.Tensor,
     values: torch.Tensor,
     mask: torch.Tensor | None,
-    sinks: torch.Tensor | None,
+    of_heads: OfHeads,
 ) -> torch.Tensor:
     """Compute attention. q `[a, b, n, head_dim]`, keys and values `[a, b, m, head_dim]`; mask: True
-    = seen, to be broadcast to `[a, b, n, m]`; None = plainly causal, and n is m. sinks: to be
+    = seen, to be broadcast to `[a, b, n, m]`; None = plainly causal, and n is m. of_heads: to be
     broadcast to `[a, b, n, 1]`.
     """
-    if spec.softcap is None and sinks is None:
+    sinks, slopes = of_heads
+    if spec.softcap is None and sinks is None and slopes is None:
         return functional.scaled_dot_product_attention(
             q, keys, values, attn_mask=mask, is_causal=mask is None, scale=spec.scale
         )
@@ -465,6 +488,9 @@ def _attended(
     scores = q @ keys.transpose(-1, -2) * spec.scale
     if spec.softcap is not None:
         scores = torch.tanh(scores / spec.softcap) * spec.softcap
+    if slopes is not None:  # from the last key on: softmax does not mind
+        count = keys.shape[-2]
+        scores = scores + slopes * torch.arange(1 - count, 1, device=q.device)
     scores = scores.masked_fill(~mask, -torch.inf)
     if sinks is not None:
         scores = torch.cat((scores.float(), sinks.expand(*scores.shape[:-1], 1)), dim=-1)

@@ -2,9 +2,9 @@
 
 FlashInfer has one compiled module for each combination of windows and soft caps, of which some take
 minutes to compile where the user starts the server, and none for sinks and most head sizes. So one
-of its modules is used, for layers that see their whole context, and the project's own kernel for
-all others. The module reads keys of eight bits from a copy. `docs/internals/prompt-attention.md`
-says more.
+of its modules is used, for layers that see their whole context and have no slopes, and the
+project's own kernel for all others. The module reads keys of eight bits from a copy.
+`docs/internals/prompt-attention.md` says more.
 """
 
 from collections import defaultdict
@@ -62,7 +62,7 @@ class TiledPrompts:
             self._shape = latent_tiles(of.num_heads, capability)
         else:
             self._shape = tile_shape(of.num_heads // of.num_kv_heads, of.head_dim, capability)
-        self._rules = {number: score_rule(of) for number, of in layers.items()}
+        self._rules = {number: score_rule(of, self._device) for number, of in layers.items()}
         self._captured = captured is not None
         room = self._most_tiles(captured.tokens) if captured is not None else 0
         self._tiles = torch.zeros(room, TILE_COLUMNS, dtype=torch.int32, device=self._device)
@@ -265,7 +265,8 @@ def prompt_kernel(
     """Name the kernel that computes a layer's attention of prompts. FlashInfer's module reads no
     keys of eight bits, and a graph's contexts may be too long to widen.
     """
-    is_plain = attention.window is None and attention.softcap is None and not attention.sinks
+    is_plain = attention.window is None and attention.softcap is None
+    is_plain = is_plain and not attention.sinks and not attention.slopes
     if isinstance(attention, LatentSpec):
         return "Triton"
     if not is_plain or attention.head_dim not in _FLASHINFER_HEADS:

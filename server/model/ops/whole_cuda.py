@@ -32,7 +32,7 @@ class WholeAttention:
     ) -> None:
         """Prepare the rotations and rules of a model's layers. biases: as of ModelWeights."""
         self._model, self._device, self._biases = model, device, biases
-        self._turns, self._rules = HeadTurns(model, dtype, device), score_rules(model)
+        self._turns, self._rules = HeadTurns(model, dtype, device), score_rules(model, device)
 
     def plan(self, layout: StepLayout) -> WholeTexts:
         """Prepare the attention of a step."""

@@ -77,7 +77,8 @@ class AttentionSpec(msgspec.Struct, frozen=True):
     such gates, for each feature of the heads; None = none. norms_values: each value has a norm
     as each key, without a weight. keys_are_values: `qkv` has no v; values are keys before their
     norm. keys_of: the number of an earlier layer, whose keys and values this one reads: `qkv` is q
-    alone, and `k_norm` None; None = its own."""
+    alone, and `k_norm` None; None = its own. clip: bounds of q, k and v as the product gives them;
+    0 = none. slopes: ALiBi's, as of `ScoreRule`, one a head, beside no sinks; () = none."""
 
     qkv: LinearSpec
     o: LinearSpec
@@ -98,6 +99,8 @@ class AttentionSpec(msgspec.Struct, frozen=True):
     norms_values: bool = False
     keys_are_values: bool = False
     keys_of: int | None = None
+    clip: float = 0.0
+    slopes: tuple[float, ...] = ()
 
     @property
     def parts(self) -> int:

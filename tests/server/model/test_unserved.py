@@ -44,7 +44,6 @@ OTHERS: dict[str, dict[str, Any]] = {
     "megatron-bert": {"architectures": ["MegatronBertForMaskedLM"], "type_vocab_size": 2},
     "t5": {"architectures": ["T5ForConditionalGeneration"], "d_model": 512, "num_layers": 6},
     "whisper": {"architectures": ["WhisperForConditionalGeneration"], "d_model": 384},
-    "bloom": {"architectures": ["BloomForCausalLM"], "n_layer": 6, "slow_but_exact": False},
     "mamba": {"architectures": ["MambaForCausalLM"], "state_size": 16},
     "longcat_flash": {"architectures": ["LongcatFlashForCausalLM"], "zero_expert_num": 256},
     "deepseek_v32": {
@@ -88,8 +87,6 @@ PARTS: list[tuple[dict[str, Any], str]] = [
     ({"pos_att_type": ["p2c"], "type_vocab_size": 2}, "scores of tokens with distances"),
     ({"use_attention_gate": True}, "a gate of what attention gives"),
     ({"n_positions": 1024}, "positions that are added in another form"),
-    ({"attn_config": {"clip_qkv": 8.0}}, "attention whose queries and values are clipped"),
-    ({"attn_config": {"alibi": True}}, "biases of scores by distance"),
     (
         {"text_config": {"model_type": "llama"}, "vision_config": {"depth": 2}},
         "a reader of the text part, of type 'llama', beside its encoder of images or sound",

@@ -38,7 +38,7 @@ _NEOX_TENSORS = (
     (r"^(?:gpt_neox\.)?final_layer_norm\.", "model.norm."),
     (r"^embed_out\.", "lm_head."),
 )
-_FALCON_TENSORS = (
+FALCON_TENSORS = (
     (r"^(?:transformer\.)?word_embeddings\.", "model.embed_tokens."),
     *renamed.OF_GPT2,
 )
@@ -60,7 +60,7 @@ _CODEGEN_NAMES = _GPTJ_NAMES._replace(qkv=("attn.qkv_proj",))
 _NEOX_NAMES = LayerNames(
     ("attention.query_key_value",), "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"
 )
-_FALCON_NAMES = _NEOX_NAMES._replace(
+FALCON_NAMES = _NEOX_NAMES._replace(
     qkv=("self_attention.query_key_value",), o="self_attention.dense"
 )
 
@@ -122,9 +122,9 @@ def read_gpt_neox(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
 
 
 def read_falcon(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
-    """Falcon with rotation: one head of keys and values for all of q, or for each group."""
+    """Falcon, with rotation or slopes: one head of keys and values for all of q, or a group."""
     config = fields.config
-    fields.only("alibi", False)
+    slopes = bool(config.get("alibi"))
     fields.only("n_embed", config.get("hidden_size"))
     heads, is_new = config.get("num_attention_heads"), bool(config.get("new_decoder_architecture"))
     shares = config.get("multi_query", True) and not is_new
@@ -138,14 +138,17 @@ def read_falcon(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     rope, max_context = read_rope(fields, sizes)
     biased = bool(config.get("bias"))
     biases = family.Biases(biased, biased, biased)
-    of = family.attention(sizes, rope, biases=biases)
-    branches = branches_of(sizes, of, _FALCON_NAMES, biases, Groups(sizes.kv_heads))
+    of = family.attention(sizes, None if slopes else rope, biases=biases)
+    if slopes:  # scaled as products are; transformers rounds these biases to bfloat16
+        each = tuple(slope * of.scale for slope in family.alibi_slopes(sizes.heads))
+        of, max_context = replace(of, slopes=each), sizes.positions
+    branches = branches_of(sizes, of, FALCON_NAMES, biases, Groups(sizes.kv_heads))
     layer = _falcon_layer(fields, sizes, branches, is_new=is_new)
     fields = family.tied_where_unsaid(fields)
     model = family.layer_normed(
         fields, generation, sizes, [layer] * sizes.layers, max_context, _FALCON_EOS
     )
-    return replace(model, stored_names=_FALCON_TENSORS)
+    return replace(model, stored_names=FALCON_TENSORS)
 
 
 def _falcon_layer(

@@ -7,6 +7,8 @@ from transformers import (
     ApertusForCausalLM,
     ArceeConfig,
     ArceeForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
     CodeGenConfig,
     CodeGenForCausalLM,
     Cohere2Config,
@@ -42,6 +44,8 @@ from transformers import (
     LlavaOnevisionForConditionalGeneration,
     MinistralConfig,
     MinistralForCausalLM,
+    MptConfig,
+    MptForCausalLM,
     NemotronConfig,
     NemotronForCausalLM,
     OlmoConfig,
@@ -136,6 +140,20 @@ _FALCON = Variant(
     _FUSED,
     embedding="word_embeddings",
 )
+_BLOOM = Variant(
+    BloomConfig,
+    BloomForCausalLM,
+    {"hidden_size": 60, "num_attention_heads": 6},
+    _FUSED,
+    embedding="word_embeddings",
+)
+_MPT = Variant(
+    MptConfig,
+    MptForCausalLM,
+    {"hidden_size": 60, "num_attention_heads": 6, "max_seq_len": 256},
+    ("attn.Wqkv", "attn.out_proj", "up_proj", "down_proj"),
+    embedding="wte",
+)
 _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 _LLAVA = Variant(text_parts.llava, LlavaForConditionalGeneration, excluded=OF_IMAGES)
 _GLM4V = Variant(
@@ -158,6 +176,14 @@ _ROWS: dict[str, Variant] = {
     ),
     "arcee": of(_ARCEE, attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3_ROPE),
     "arcee-plain": of(_ARCEE, hidden_act="relu", tie_word_embeddings=True, is_adapted=False),
+    "bloom": _BLOOM,
+    "bloom-untied": of(
+        _BLOOM,
+        hidden_size=72,
+        num_attention_heads=4,
+        tie_word_embeddings=False,
+        is_adapted=False,
+    ),
     "codegen": _CODEGEN,
     "cohere": of(_COHERE, attention_bias=True),
     "cohere2": of(
@@ -197,6 +223,15 @@ _ROWS: dict[str, Variant] = {
         num_ln_in_parallel_attn=1,
         rope_parameters={"rope_type": "linear", "rope_theta": 99.0, "factor": 3.0},
         is_adapted=False,
+    ),
+    "falcon-alibi": of(
+        _FALCON,
+        hidden_size=72,
+        num_attention_heads=4,
+        alibi=True,
+        bias=True,
+        multi_query=False,
+        parallel_attn=False,
     ),
     "gpt2": _GPT2,
     "gpt2-scales": of(
@@ -247,6 +282,8 @@ _ROWS: dict[str, Variant] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "mpt": of(_MPT, attn_config={"clip_qkv": 0.7, "softmax_scale": 0.3}),
+    "mpt-plain": of(_MPT, hidden_size=64, num_attention_heads=8, is_adapted=False),
     "nemotron": of(_NEMOTRON, attention_bias=True, mlp_bias=True),
     "nemotron-whole": of(
         _NEMOTRON,

@@ -62,6 +62,8 @@ def oracle(name: str, folder: Path) -> PreTrainedModel | None:
     row = VARIANTS[name]
     try:
         made = AutoConfig.from_pretrained(folder, **EAGER)
+        if getattr(made, "alibi", False):  # Falcon's eager attention adds slopes twice
+            made._attn_implementation = "sdpa"
         # A Mistral with `layer_types` becomes a Ministral.
         is_usual = made.model_type == written(name)["model_type"]
         build: Any = row.model if is_usual else AutoModelForCausalLM.from_config

@@ -14,11 +14,13 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 MASK = torch.ones(1, 1, 4, 4)
 # A row of parity's table -> how its tensors are named, how they were, and what lies beside them.
 ROWS: dict[str, tuple[str, str, str]] = {
+    "bloom": ("transformer.", "", "h.0.self_attention.masked_bias"),
     "codegen": ("transformer.", "transformer.", "transformer.h.0.attn.causal_mask"),
     "gpt2": ("transformer.", "", "h.0.attn.bias"),
     "gpt-neox": ("embed_out.", "lm_head.", "gpt_neox.layers.1.attention.bias"),
     "falcon": ("transformer.", "", "h.0.self_attention.rotary_emb.inv_freq"),
     "gptj": ("transformer.", "transformer.", "transformer.h.0.attn.masked_bias"),
+    "mpt": ("transformer.", "transformer.", "transformer.blocks.0.attn.masked_bias"),
     "opt": ("model.decoder.", "decoder.", "decoder.layers.0.self_attn.masked_bias"),
 }
 

@@ -59,6 +59,8 @@ SERVED: dict[tuple[str, str], dict[str, Any]] = {
     ("mistral4", "fa3"): {**LATENT, "qk_nope_head_dim": 16},
     ("glm4", "fa3"): {"head_dim": 16},
     ("gpt-oss", "fa3"): {"head_dim": 16, "layer_types": BOTH},
+    ("bloom", "fa3"): {"hidden_size": 64, "num_attention_heads": 4},
+    ("mpt", "fa2"): {"hidden_size": 48, "num_attention_heads": 3},
     ("falcon-new", "fa2"): {**EVEN, "ffn_hidden_size": 48},
     ("gpt2", "fa3"): {"hidden_size": 64, "n_inner": 48},
     ("gpt2", "fa2"): {"hidden_size": 64, "n_inner": 48},
@@ -107,11 +109,12 @@ SERVED: dict[tuple[str, str], dict[str, Any]] = {
     ("smollm3", "fa2"): {"no_rope_layer_interval": 2},
 }
 # Between them these have windows, sinks, norms behind, over each head and over all, rotations of a
-# part, normed values, wide layers, learned positions, experts, an MLP
+# part, normed values, wide layers, learned positions, slopes, experts, an MLP
 # beside them, inputs of layers, keys of other layers. `graphs/test_gpu_path_prompts.py`
 # has caps, and `tests/kernels` rotations of neighbours, other scales and layers without rotation.
 ALWAYS = {
     ("deepseek-v3", "fa3"),
+    ("mpt", "fa2"),
     ("gemma3", "fa3"),
     ("gemma4-inputs", "fa3"),
     ("gemma4-moe", "fa3"),

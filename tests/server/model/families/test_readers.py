@@ -64,7 +64,7 @@ def test_base_spec_is_the_module_table_of_transformers(name: str) -> None:
     spec = base_spec(config, "d" * 64, ("base",))
     decoder = model.get_decoder()
     modules = dict(decoder.named_modules())
-    layers = "h" if hasattr(decoder, "h") else "layers"
+    layers = next(each for each in ("h", "blocks", "layers") if hasattr(decoder, each))
     assert spec.num_layers == config.num_layers == 3
     weights = [weight for layer in spec.layers for weight in layer.expert_weights]
     of_experts = {part for weight in weights for part in weight.parts}
@@ -113,7 +113,7 @@ def test_inverse_frequencies_equal_those_of_transformers(name: str) -> None:
     config = read_model(json.loads(model.config.to_json_string()))
     decoder = model.get_decoder()
     rotary = getattr(decoder, "rotary_emb", None) or getattr(decoder, "pos_emb", None)
-    if rotary is None:
+    if rotary is None or getattr(model.config, "alibi", False):
         assert not any(attention.rope for attention in config.attentions.values())
         return
     for index, attention in config.attentions.items():
@@ -286,7 +286,13 @@ MINISTRAL: dict[str, Any] = {"rope_type": "yarn", "factor": 2.0, "llama_4_scalin
         ("phi3", {"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
         ("glm4", {"partial_rotary_factor": "half"}, "partial_rotary_factor"),
         ("codegen", {"n_embd": 62, "n_head": 2}, "n_embd must be a multiple of 4"),
-        ("falcon", {"alibi": True}, "alibi"),
+        ("bloom", {"n_inner": 100}, "n_inner"),
+        ("bloom", {"n_head": 4, "num_attention_heads": 2}, "n_head"),
+        ("bloom", {"apply_residual_connection_post_layernorm": True}, "apply_residual"),
+        ("mpt", {"expansion_ratio": 2}, "expansion_ratio"),
+        ("mpt", {"attn_config": {"alibi_bias_max": 16}}, "alibi_bias_max"),
+        ("mpt", {"attn_config": {"qk_ln": True}}, "qk_ln"),
+        ("mpt", {"attn_config": {"clip_qkv": -1.0}}, "clip_qkv"),
         ("falcon", {"n_embed": 32}, "n_embed"),
         ("falcon", {"multi_query": False, "num_kv_heads": 2}, "num_kv_heads"),
         ("falcon", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn"),

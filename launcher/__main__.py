@@ -19,6 +19,7 @@ from loraplex.launcher.command_line import Parser, add_options, flags_of
 from loraplex.launcher.commands import keys as key_commands
 from loraplex.launcher.commands import lifecycle as lifecycle_commands
 from loraplex.launcher.convert import command as convert_command
+from loraplex.launcher.evaluation import command as eval_command
 from loraplex.launcher.moved_line import Moved, move
 from loraplex.launcher.options import OptionError, build, options_of
 from loraplex.router.config import RouterConfig
@@ -34,6 +35,7 @@ Serve thousands of LoRA fine-tunes of one base model from the same GPUs.
   loraplex adapter convert ./mlx-lora --out ./lora  of mlx-lm's format, or of a pickle
   loraplex adapter register sql hub:org/sql-lora    give it a name while the server runs
   loraplex batch in.jsonl --out out.jsonl          a file of requests, adapter by adapter
+  loraplex eval ./run --data lines.jsonl --score exact --out ./results   all its checkpoints
   loraplex info                                    what this machine can do, and why not
 
 Every option is also a variable: --kv-memory 2GB is LORAPLEX_KV_MEMORY=2GB; a flag wins.
@@ -144,7 +146,7 @@ def _parser() -> Parser:
     key_actions = key.add_subparsers(metavar="ACTION", required=True)
     for name, key_parser in key_commands.add_commands(key_actions).items():
         key_parser.set_defaults(command=_key, action=name)
-    _add_batch(commands)
+    _add_lines(commands)
     bench = commands.add_parser("bench", help="measure", description=bench_commands.ABOUT)
     bench_commands.add_commands(bench.add_subparsers(metavar="ACTION", required=True))
     bench.set_defaults(command=_bench)
@@ -156,7 +158,7 @@ def _parser() -> Parser:
     return parser
 
 
-def _add_batch(commands: "argparse._SubParsersAction[Parser]") -> None:
+def _add_lines(commands: "argparse._SubParsersAction[Parser]") -> None:
     batch = commands.add_parser(
         "batch",
         help="a file of requests, as fast as a server can",
@@ -164,7 +166,15 @@ def _add_batch(commands: "argparse._SubParsersAction[Parser]") -> None:
         usage="loraplex batch IN --out OUT [OPTIONS]",
     )
     batch_command.add_arguments(batch)
-    batch.set_defaults(command=_batch)
+    batch.set_defaults(command=_lines, run_lines=batch_command.run)
+    evaluation = commands.add_parser(
+        "eval",
+        help="many adapters on the same lines, in one table",
+        description=eval_command.ABOUT,
+        usage="loraplex eval WHAT... --data F --score SCORE --out FOLDER [OPTIONS]",
+    )
+    eval_command.add_arguments(evaluation)
+    evaluation.set_defaults(command=_lines, run_lines=eval_command.run)
 
 
 def _add_adapter(commands: "argparse._SubParsersAction[Parser]") -> None:
@@ -254,10 +264,10 @@ def _serve(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     serve(values, inherited, moved.notes)
 
 
-def _batch(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
+def _lines(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     log_to_stderr(logging.WARNING)
     key = config.secret_value("api_key", arguments.api_key_file, environ)
-    sys.exit(batch_command.run(arguments, key, environ))
+    sys.exit(arguments.run_lines(arguments, key, environ))
 
 
 def _router(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:

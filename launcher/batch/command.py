@@ -45,15 +45,20 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--errors", metavar="ERR", type=Path, help="of failed lines [OUT with .errors.jsonl]"
     )
+    parser.add_argument(
+        "--strict", action="store_true", help="the exit code is 1 if lines failed, too"
+    )
+    add_server_arguments(parser)
+
+
+def add_server_arguments(parser: Parser) -> None:
+    """Options of any command that runs lines: the server, which it may start, and a new start."""
     parser.add_argument("--url", type=worded(server_url), help="of a server that runs already")
     parser.add_argument(
         "--api-key-file", metavar="PATH", help="file with a caller's key [LORAPLEX_API_KEY]"
     )
     parser.add_argument(
-        "--restart", action="store_true", help="write both files anew instead of going on"
-    )
-    parser.add_argument(
-        "--strict", action="store_true", help="the exit code is 1 if lines failed, too"
+        "--restart", action="store_true", help="write all files anew instead of going on"
     )
     parser.add_argument("--model", metavar="MODEL", help="Hub id or folder, to be served")
     add_options(parser, batch_options())

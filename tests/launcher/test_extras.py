@@ -22,13 +22,15 @@ from tests.tethered import tethered
 TIMEOUT_S = 240.0
 MODEL, POLITE = ROOT / "launcher/demo/model", ROOT / "launcher/demo/adapters/polite"
 NOBODY = "http://127.0.0.1:9"
-ALONE = ("router", "server", "serve", "traces", "plots", "s3", "convert")
+ALONE = ("router", "server", "serve", "traces", "plots", "s3", "convert", "eval")
 # What an environment can do with an extra alone: Python, or a server and where it answers.
 CODE = {
     "traces": "import loraplex.router.telemetry.otel",
     "plots": "from matplotlib import pyplot",
     "s3": "from loraplex.adapters.sources.enabled import open_sources; "
     "open_sources(s3_buckets=['models'])",
+    "eval": "from loraplex.launcher.evaluation.scores import EvalLine, json_value; "
+    "assert json_value('[1]', EvalLine(answer=[1]))",
     "convert": "import sys, torch; torch.save({'base_model.model.model.layers.0.self_attn.q_proj"
     ".lora_A.weight': torch.ones(2, 4), 'base_model.model.model.layers.0.self_attn.q_proj.lora_B"
     ".weight': torch.ones(4, 2)}, 'old/adapter_model.bin'); "

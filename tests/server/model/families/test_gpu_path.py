@@ -106,15 +106,16 @@ SERVED: dict[tuple[str, str], dict[str, Any]] = {
     ("ernie-moe", "fa2"): {"head_dim": 16},
     ("minimax-m2", "fa3"): {"head_dim": 16},
     ("qwen2-window", "fa3"): {"hidden_size": 64, "sliding_window": 5},
+    ("youtu", "fa3"): {**LATENT},
     ("smollm3", "fa2"): {"no_rope_layer_interval": 2},
 }
 # Between them these have windows, sinks, norms behind, over each head and over all, rotations of a
-# part, normed values, wide layers, learned positions, slopes, experts, an MLP
+# part, normed values, wide layers, learned positions, slopes, latents, experts, an MLP
 # beside them, inputs of layers, keys of other layers. `graphs/test_gpu_path_prompts.py`
 # has caps, and `tests/kernels` rotations of neighbours, other scales and layers without rotation.
 ALWAYS = {
-    ("deepseek-v3", "fa3"),
     ("mpt", "fa2"),
+    ("youtu", "fa3"),
     ("gemma3", "fa3"),
     ("gemma4-inputs", "fa3"),
     ("gemma4-moe", "fa3"),

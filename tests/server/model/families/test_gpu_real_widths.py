@@ -34,6 +34,7 @@ KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 MIXED = ["linear_attention", "full_attention", "linear_attention"]
 # A known model or a shape -> what its few layers are.
 OF_FEW: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"first_k_dense_replace": 1, "n_routed_experts": 32},
     "bamba": {"attn_layer_indices": [1]},
     "gemma-4-e4b": {
         "num_hidden_layers": 5,
@@ -87,6 +88,7 @@ def config_of(name: str) -> dict[str, Any]:
 def made(name: str) -> PreTrainedModel:
     """In bfloat16, with windows that contexts leave."""
     known = dict(config_of(name))
+    known.pop("quantization_config", None)
     changes: dict[str, Any] = {"num_hidden_layers": LAYERS, "vocab_size": VOCAB}
     if known.get("sliding_window") is not None:
         changes["sliding_window"] = WINDOW

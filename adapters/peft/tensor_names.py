@@ -44,7 +44,7 @@ _LAYERS = "layers."
 _OF_BODY = ("embed_tokens", "norm", "per_layer_model_projection")
 _BODY, _POOLER = "model.", "pooler"
 _HEADS = ("lm_head", HEAD_OF_CLASSES, *(head for head in HEADS_OF_ENCODERS if head != _POOLER))
-_EMBEDDING = "embed_tokens"
+_EMBEDDING, _OUTPUT = "embed_tokens", "lm_head"
 _WITHIN = "the text model within a larger model"
 # Begins of names in MLPs of GPT-2 and its kin.
 _OF_MLPS = ("mlp.w", "mlp.c", "mlp.fc_")
@@ -95,7 +95,7 @@ class Naming(msgspec.Struct, frozen=True):
     words: describes the model for people. body: the text before `layers.…`.
     head: the text before `lm_head` or `score`; None = the model has neither. layers: the text
     before a layer's number. modules: begins of a module's path in a layer; () = any.
-    embedding: the name of the embedding; "" = it cannot be adapted.
+    embedding: the name of the embedding; "" = it cannot be adapted. output: the name of `lm_head`.
     """
 
     words: str
@@ -104,6 +104,7 @@ class Naming(msgspec.Struct, frozen=True):
     layers: str = _LAYERS
     modules: tuple[str, ...] = ()
     embedding: str = _EMBEDDING
+    output: str = _OUTPUT
 
     def spelled(self, path: str) -> str | None:
         """Spells a module of the base as the trained model does; None = it has no such module."""
@@ -115,7 +116,8 @@ class Naming(msgspec.Struct, frozen=True):
                 return None if self.modules and not _is_pooler(rest) else self.body + rest
             within = rest.removeprefix(_LAYERS)
             return self.body + self.layers + within if self._has(within) else None
-        return None if self.head is None else self.head + path
+        own = self.output if path == _OUTPUT else path
+        return None if self.head is None else self.head + own
 
     def meant(self, path: str) -> str | None:
         """The module of the base that the trained model calls so, if it can be one."""
@@ -132,6 +134,8 @@ class Naming(msgspec.Struct, frozen=True):
         if self.head is None or not path.startswith(self.head):
             return None
         name = path.removeprefix(self.head)
+        if name in (self.output, _OUTPUT):
+            return _OUTPUT if name == self.output else None
         return name if name.partition(".")[0] in _HEADS else None
 
     def _has(self, within: str) -> bool:
@@ -170,12 +174,16 @@ NAMINGS = (
         for body in ("backbone.", _BODY)
     ),
     Naming("a model with OPT's names", "model.decoder.", "", modules=("self_attn.", "fc")),
-    Naming(
-        "a model with GPT-NeoX's names",
-        "gpt_neox.",
-        "",
-        modules=("attention.", "mlp.dense"),
-        embedding="embed_in",
+    *(
+        Naming(
+            "a model with GPT-NeoX's names",
+            "gpt_neox.",
+            "",
+            modules=("attention.", "mlp.dense"),
+            embedding="embed_in",
+            output=output,
+        )
+        for output in (_OUTPUT, "embed_out")
     ),
     *(
         Naming(

@@ -4,13 +4,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
 from tests.server.model.driver import Driver, Stream, generate
 from tests.server.model.families.parity import GREEDY, assert_parity, prompt
-from tests.server.model.hub_models import make_model, save_model
+from tests.server.model.hub_models import add_adapter, make_model, save_model
+from tests.server.model.slabs import pack_folder, spec_of
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 MASK = torch.ones(1, 1, 4, 4)
 # A row of parity's table -> how its tensors are named, how they were, and what lies beside them.
 ROWS: dict[str, tuple[str, str, str]] = {
@@ -39,3 +41,20 @@ def test_as_their_makers_wrote_them(row: str, tmp_path: Path) -> None:
     generate(driver, [stream], 3, 5)
     assert_parity(model, None, stream)
     driver.close()
+
+
+def test_adapters_on_the_head_under_its_older_name(tmp_path: Path) -> None:
+    """GPT-NeoX's `lm_head` was `embed_out` in transformers 4."""
+    targets = ["query_key_value", "lm_head"]
+    config = LoraConfig(r=3, lora_alpha=6, target_modules=targets, rank_pattern={"lm_head": 5})
+    model = add_adapter(make_model("gpt-neox"), "one", config, 1)
+    model.save_pretrained(tmp_path, selected_adapters=["one"], save_embedding_layers=False)
+    folder, base = tmp_path / "one", spec_of(model)
+    expected = pack_folder(folder, base)[1]
+    written, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+    stored = load_file(weights)
+    renamed = {name.replace(".lm_head.", ".embed_out."): of for name, of in stored.items()}
+    assert len(renamed.keys() - stored.keys()) == 2
+    save_file(renamed, weights)
+    written.write_text(written.read_text().replace("lm_head", "embed_out"))
+    assert pack_folder(folder, base)[1] == expected

@@ -91,6 +91,15 @@ def _require_fp8(capability: tuple[int, int]) -> None:
         )
 
 
+def _refuse_rounded_latents(model: ModelSpec, kv_dtype: str) -> None:
+    """Check that a model that keeps latents keeps them whole. Raises ConfigError."""
+    if kv_dtype != "auto" and any(isinstance(of, LatentSpec) for of in model.attentions.values()):
+        raise ConfigError(
+            f"--kv-dtype {kv_dtype}: the model keeps latents, which are served as they are"
+            " computed; take auto"
+        )
+
+
 def _load(
     folder: Path,
     whole: ModelSpec,
@@ -122,13 +131,7 @@ def _build_parts(
     on_gpu = device.type == "cuda"
     if on_gpu and config.kv_dtype == "fp8":
         _require_fp8(torch.cuda.get_device_capability(device))
-    if config.kv_dtype != "auto" and any(
-        isinstance(of, LatentSpec) for of in model.attentions.values()
-    ):
-        raise ConfigError(
-            f"--kv-dtype {config.kv_dtype}: the model keeps latents, which are served as they are"
-            " computed; take auto"
-        )
+    _refuse_rounded_latents(model, config.kv_dtype)
     free, total = torch.cuda.mem_get_info(device) if on_gpu else (0, 0)
     planned = config
     if on_gpu:

@@ -22,6 +22,7 @@ from loraplex.launcher.convert import command as convert_command
 from loraplex.launcher.evaluation import command as eval_command
 from loraplex.launcher.moved_line import Moved, move
 from loraplex.launcher.options import OptionError, build, options_of
+from loraplex.launcher.parity import command as parity_command
 from loraplex.router.config import RouterConfig
 from loraplex.server.config import WorkerConfig
 
@@ -175,6 +176,15 @@ def _add_lines(commands: "argparse._SubParsersAction[Parser]") -> None:
     )
     eval_command.add_arguments(evaluation)
     evaluation.set_defaults(command=_lines, run_lines=eval_command.run)
+    parity = commands.add_parser(
+        "parity",
+        help="log-probabilities of a server beside PEFT's",
+        description=parity_command.ABOUT,
+        usage="loraplex parity MODEL ADAPTER --prompts F [OPTIONS]",
+    )
+    parity_command.add_arguments(parity)
+    parity.set_defaults(command=_lines, run_lines=parity_command.run)
+    parity.set_defaults(api_key_file=None, extra="convert")
 
 
 def _add_adapter(commands: "argparse._SubParsersAction[Parser]") -> None:

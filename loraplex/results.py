@@ -26,7 +26,7 @@ class OutputChoice:
         return cls(
             text=message.get("content") or choice.get("text") or "",
             token_ids=tuple(choice["token_ids"]),
-            logprobs=_logprobs(choice.get("logprobs")),
+            logprobs=logprobs_of(choice.get("logprobs")),
             finish_reason=choice["finish_reason"],
             tool_calls=tuple(message.get("tool_calls") or ()),
             reasoning=message.get("reasoning_content"),
@@ -97,7 +97,8 @@ class Vector:
         return cls(tuple(body["data"][0]["embedding"]), body["usage"]["prompt_tokens"], digest)
 
 
-def _logprobs(logprobs: Mapping[str, Any] | None) -> tuple[float, ...] | None:
+def logprobs_of(logprobs: Mapping[str, Any] | None) -> tuple[float, ...] | None:
+    """Reads the `logprobs` of a choice, of completions or of chats; None = not asked for."""
     if logprobs is None:
         return None
     if "token_logprobs" in logprobs:

@@ -4,6 +4,7 @@ import argparse
 import re
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 
@@ -59,11 +60,11 @@ def run(arguments: argparse.Namespace, api_key: str, environ: Mapping[str, str])
     cases = questions.read_cases(arguments.data, kind)
     names = _names(arguments)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    ask = partial(_answers, arguments, api_key, environ)
-    answers = ask("answers", questions.questions(kind, names, cases, arguments.max_tokens))
-    said = ask("judge", questions.verdicts(judge, names, cases, answers)) if judge else {}
+    ask = partial(answers, arguments, api_key, environ)
+    texts = ask("answers", questions.questions(kind, names, cases, arguments.max_tokens))
+    said = ask("judge", questions.verdicts(judge, names, cases, texts)) if judge else {}
     found = report.report_of(
-        arguments.score, [report.row_of(kind, name, cases, answers, said) for name in names]
+        arguments.score, [report.row_of(kind, name, cases, texts, said) for name in names]
     )
     written = msgspec.json.format(msgspec.json.encode(found)) + b"\n"
     (arguments.out / "report.json").write_bytes(written)
@@ -71,7 +72,7 @@ def run(arguments: argparse.Namespace, api_key: str, environ: Mapping[str, str])
     return 0
 
 
-def _answers(
+def answers(
     arguments: argparse.Namespace,
     api_key: str,
     environ: Mapping[str, str],
@@ -86,7 +87,10 @@ def _answers(
     )
     questions.write_requests(source, requests)
     files = {"input": source, "out": out, "errors": errors, "strict": False}
-    if batch_command.run(argparse.Namespace(**vars(arguments) | files), api_key, environ):
+    batch = argparse.Namespace(**vars(arguments) | files)
+    with redirect_stdout(sys.stderr):  # lines of the command's own server
+        code = batch_command.run(batch, api_key, environ)
+    if code:
         raise CommandError(f"{out} is not complete, so there is no report yet")
     return questions.read_answers(out, errors)
 

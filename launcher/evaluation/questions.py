@@ -11,6 +11,7 @@ import msgspec
 from loraplex.adapters.errors import CommandError
 from loraplex.launcher.evaluation.scores import MOST_POINTS, EvalLine, fault_of
 from loraplex.launcher.refusals import error_text
+from loraplex.results import logprobs_of
 from loraplex.router.lines.records import BatchRecord
 
 _JUDGE = """\
@@ -29,6 +30,7 @@ complete), and with nothing else."""
 _OF_PROMPT = {"max_tokens": 1, "prompt_logprobs": 0}
 _GOING_ON = {"add_generation_prompt": False, "continue_final_message": True}
 _MEASURED = (_OF_PROMPT, _OF_PROMPT | _GOING_ON)
+_LOGPROBS = {"prompt_logprobs": 0, "return_token_ids": True}
 _read_record = msgspec.json.Decoder(BatchRecord).decode
 
 
@@ -44,7 +46,8 @@ class Request(msgspec.Struct, frozen=True):
 class LineAnswer(msgspec.Struct, frozen=True):
     """The part of a line's answer that is kept.
 
-    ids, logprobs: of the prompt's tokens after the first, in nats; empty unless asked for.
+    ids, logprobs: of the prompt's tokens after the first, in nats; empty unless asked for, as are
+    prompt_ids, of the whole prompt, output_ids and output_logprobs.
     created: seconds since 1970. fault: why there is no text.
     """
 
@@ -55,6 +58,9 @@ class LineAnswer(msgspec.Struct, frozen=True):
     completion_tokens: int = 0
     created: int | None = None
     fault: str | None = None
+    prompt_ids: tuple[int, ...] = ()
+    output_ids: tuple[int, ...] = ()
+    output_logprobs: tuple[float, ...] = ()
 
 
 def read_cases(path: Path, score: str) -> list[EvalLine]:
@@ -86,13 +92,16 @@ def read_cases(path: Path, score: str) -> list[EvalLine]:
 def questions(
     kind: str, names: Iterable[str], cases: Sequence[EvalLine], tokens: int
 ) -> Iterator[Request]:
-    """Requests for texts, or of each choice as the prompt's end, adapter by adapter. tokens: the
-    most of a text.
+    """Requests for texts, or of each choice as the prompt's end, adapter by adapter.
+
+    kind: of scores, or `logprobs` for texts with all log-probabilities. tokens: the most of a text.
     """
     for name in names:
         for number, case in enumerate(cases, 1):
             if kind != "choice":
-                yield _request(f"{name} {number} 0", name, case, {"max_tokens": tokens})
+                logprobs = {"logprobs": True if case.messages else 0} | _LOGPROBS
+                fields = logprobs if kind == "logprobs" else {}
+                yield _request(f"{name} {number} 0", name, case, {"max_tokens": tokens, **fields})
                 continue
             for at, text in enumerate(case.choices):
                 said = case.messages and [*case.messages, {"role": "assistant", "content": text}]
@@ -167,6 +176,9 @@ def _answer(record: BatchRecord) -> LineAnswer:
         prompt_tokens=usage["prompt_tokens"],
         completion_tokens=usage["completion_tokens"],
         created=body.get("created"),
+        prompt_ids=tuple(first.get("prompt_token_ids") or body.get("prompt_token_ids") or ()),
+        output_ids=tuple(first.get("token_ids") or ()),
+        output_logprobs=logprobs_of(first.get("logprobs")) or (),
     )
 
 

@@ -178,7 +178,7 @@ def test_a_gpu_that_does_not_convert_fp8_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "kv_dtype"),
     [
-        ("llama2", "fp8"),
+        pytest.param("llama2", "fp8", marks=pytest.mark.exhaustive),
         ("llama2", "int8"),
         pytest.param("gemma2", "fp8", marks=pytest.mark.exhaustive),
         pytest.param("gemma2", "int8", marks=pytest.mark.exhaustive),

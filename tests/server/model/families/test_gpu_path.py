@@ -114,7 +114,6 @@ SERVED: dict[tuple[str, str], dict[str, Any]] = {
 # beside them, inputs of layers, keys of other layers. `graphs/test_gpu_path_prompts.py`
 # has caps, and `tests/kernels` rotations of neighbours, other scales and layers without rotation.
 ALWAYS = {
-    ("mpt", "fa2"),
     ("youtu", "fa3"),
     ("gemma3", "fa3"),
     ("gemma4-inputs", "fa3"),

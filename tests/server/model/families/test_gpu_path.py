@@ -110,9 +110,10 @@ SERVED: dict[tuple[str, str], dict[str, Any]] = {
     ("smollm3", "fa2"): {"no_rope_layer_interval": 2},
 }
 # Between them these have windows, sinks, norms behind, over each head and over all, rotations of a
-# part, normed values, wide layers, learned positions, slopes, latents, experts, an MLP
+# part, normed values, wide layers, learned positions, latents, experts, an MLP
 # beside them, inputs of layers, keys of other layers. `graphs/test_gpu_path_prompts.py`
-# has caps, and `tests/kernels` rotations of neighbours, other scales and layers without rotation.
+# has caps, and `tests/kernels` slopes, rotations of neighbours, other scales and layers without
+# rotation.
 ALWAYS = {
     ("youtu", "fa3"),
     ("gemma3", "fa3"),

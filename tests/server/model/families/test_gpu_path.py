@@ -116,7 +116,6 @@ SERVED: dict[tuple[str, str], dict[str, Any]] = {
 # rotation.
 ALWAYS = {
     ("youtu", "fa3"),
-    ("gemma3", "fa3"),
     ("gemma4-inputs", "fa3"),
     ("gemma4-moe", "fa3"),
     ("gpt-oss", "fa3"),

@@ -18,7 +18,7 @@ from loraplex.server.protocol import TextPooling
 
 Device = Literal["auto", "cpu", "cuda"]
 ServeMode = Literal["server", "local", "interactive"]
-# Of keys and values: as what is computed, or E4M3.
+# Of keys and values: as what is computed, E4M3, or int8 with a scale for each head of a token.
 KvDtype = Literal["auto", "fp8", "int8"]
 # How weights in floating point are quantised when they are loaded.
 AtLoad = Literal["fp8", "nf4"]

@@ -302,13 +302,14 @@ class TorchExecutor:
     def _of_pairs(self, step: Step) -> StepLayout:
         """The layout, in which positions of second texts lie behind those of first ones, as in
         `EmbeddingWeights.positions`."""
-        embedding, seconds = self._decoder.spec.embedding, step.second_texts
+        types = self._decoder.spec.embedding.num_types
+        seconds = step.second_texts if types > 1 else []
         table = self._decoder.weights.embedding.positions
-        if embedding.num_types < 2 or not seconds or table is None:
+        if not seconds or table is None:
             return step.layout
         behind = np.zeros(len(step.token_slots), dtype=np.int64)
         for begin, end in seconds:
-            behind[begin:end] = len(table) // embedding.num_types
+            behind[begin:end] = len(table) // types
         positions = step.layout.positions + to_device(behind, self.device)
         return replace(step.layout, positions=positions)
 

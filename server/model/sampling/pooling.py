@@ -48,6 +48,11 @@ class PooledSlice:
         return np.array([self.begin if pooling == "first" else end - 1])
 
     @property
+    def is_mean(self) -> bool:
+        """Whether its vector is a mean, to which every slice of the prompt adds."""
+        return self.vector.kind == "hidden" and self.vector.pooling == "mean"
+
+    @property
     def head(self) -> tuple[int, bool]:
         """The slot whose head gives its scores, and whether each token has some."""
         return self.piece.adapter_slot, self.vector.pooling == "all"
@@ -96,9 +101,8 @@ class Pooler:
     def pool(
         self, slices: Sequence[PooledSlice], hidden_of: HiddenOf, logits_of: LogitsOf
     ) -> tuple[HostVectors, ...]:
-        means = [s for s in slices if (s.vector.kind, s.vector.pooling) == ("hidden", "mean")]
-        found = list(self._means(means, hidden_of))
-        ended = [s for s in slices if s.prompt_len is not None and s not in means]
+        found = list(self._means([s for s in slices if s.is_mean], hidden_of))
+        ended = [s for s in slices if s.prompt_len is not None and not s.is_mean]
         hidden, scored, by_logits = (
             [s for s in ended if s.vector.kind == kind] for kind in ("hidden", "scores", "logits")
         )

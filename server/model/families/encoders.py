@@ -50,13 +50,12 @@ _EMBEDDINGS = (
 
 
 class EncoderNames(NamedTuple):
-    """Modules of a layer. norms: behind attention, and behind the MLP."""
+    """Names of layers' modules. norms: behind attention, and behind the MLP. layers: as of
+    `stored_names`."""
 
-    qkv: tuple[str, str, str]
-    o: str
-    up: str
-    down: str
+    branches: family.LayerNames
     norms: tuple[str, str]
+    layers: str = r"encoder\.layer"
 
 
 def stored_names(prefix: str, layers: str) -> tuple[tuple[str, str], ...]:
@@ -85,19 +84,9 @@ def read_sizes(fields: Fields, positions: int = 512, **keys: Any) -> family.Mode
 def layer(sizes: family.ModelSizes, names: EncoderNames) -> LayerSpec:
     """Make a layer of two steps, each with a norm of its residual sum."""
     of = family.attention(sizes, None, biases=_ALL)
-    mlp = family.plain_mlp(sizes, _ALL)
-    attention = replace(
-        of,
-        qkv=family.with_paths(of.qkv, *names.qkv),
-        o=family.with_paths(of.o, names.o),
-    )
-    feed = replace(
-        mlp,
-        gate_up=family.with_paths(mlp.gate_up, names.up),
-        down=family.with_paths(mlp.down, names.down),
-    )
+    attention, mlp = family.branches_of(sizes, of, names.branches, _ALL)
     first, second = (family.layer_norm(norm, sizes) for norm in names.norms)
-    steps = StepSpec((attention,), None, after=first), StepSpec((feed,), None, after=second)
+    steps = StepSpec((attention,), None, after=first), StepSpec((mlp,), None, after=second)
     return LayerSpec(steps)
 
 

@@ -19,6 +19,7 @@ from loraplex.server.model.spec.model_spec import (
     FeedForward,
     HeadSpec,
     LayerSpec,
+    Mixer,
     MlpSpec,
     ModelSpec,
     NormSpec,
@@ -118,6 +119,15 @@ class NormPlaces(NamedTuple):
     pre_mlp: NormSpec | None
     post_attention: NormSpec | None = None
     post_mlp: NormSpec | None = None
+
+
+class LayerNames(NamedTuple):
+    """Names of a layer's modules. qkv: one, or three."""
+
+    qkv: tuple[str, ...]
+    o: str
+    up: str
+    down: str
 
 
 class ModelSizes(NamedTuple):
@@ -351,14 +361,14 @@ def fused_mlp(sizes: ModelSizes) -> MlpSpec:
 
 def layer(
     sizes: ModelSizes,
-    of: AttentionSpec,
+    of: Mixer,
     feed_forward: FeedForward | None = None,
     norms: NormPlaces | None = None,
     factor: float = 1.0,
 ) -> LayerSpec:
-    """Make a layer of two steps: attention, then the MLP. feed_forward: None = an MLP without
-    biases. norms: None = those of Llama, before attention and before the MLP. factor: of what each
-    step adds."""
+    """Make a layer of two steps: attention or another mixer, then the MLP. feed_forward: None = an
+    MLP without biases. norms: None = those of Llama, before each step. factor: of what each step
+    adds."""
     norms = norms or llama_norms(sizes)
     feed_forward = feed_forward or mlp(sizes)
     return LayerSpec(
@@ -383,6 +393,28 @@ def with_paths(linear: LinearSpec, *paths: str) -> LinearSpec:
     return msgspec.structs.replace(linear, parts=parts)
 
 
+def branches_of(
+    sizes: ModelSizes,
+    of: AttentionSpec,
+    names: LayerNames,
+    biases: Biases,
+    groups: Groups = UNGROUPED,
+) -> tuple[AttentionSpec, MlpSpec]:
+    """Attention and the MLP beside or behind it, with these names of modules. groups: of the rows
+    of q, k and v, where these are one module."""
+    if len(names.qkv) == 1:
+        qkv = fused(of.qkv, names.qkv[0], groups)
+    else:
+        qkv = with_paths(of.qkv, *names.qkv)
+    mlp = plain_mlp(sizes, biases)
+    up, down = (
+        with_paths(linear, path)
+        for linear, path in ((mlp.gate_up, names.up), (mlp.down, names.down))
+    )
+    of = msgspec.structs.replace(of, qkv=qkv, o=with_paths(of.o, names.o))
+    return of, msgspec.structs.replace(mlp, gate_up=up, down=down)
+
+
 def llama_norms(sizes: ModelSizes) -> NormPlaces:
     return NormPlaces(
         pre_attention=NormSpec("input_layernorm", sizes.hidden, sizes.epsilon),
@@ -405,9 +437,9 @@ def tied_where_unsaid(fields: Fields) -> Fields:
     return fields.changed(tie_word_embeddings=True)
 
 
-def layer_norm(path: str, sizes: ModelSizes) -> NormSpec:
-    """A LayerNorm with a bias."""
-    return NormSpec(path, sizes.hidden, sizes.epsilon, kind="layer", bias=True)
+def layer_norm(path: str, sizes: ModelSizes, *, bias: bool = True) -> NormSpec:
+    """Make a LayerNorm of the residual stream."""
+    return NormSpec(path, sizes.hidden, sizes.epsilon, kind="layer", bias=bias)
 
 
 def layer_normed(

@@ -9,7 +9,7 @@ from loraplex.adapters.sharding import Groups
 from loraplex.server.model.families import family
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.families.readers import gpt
-from loraplex.server.model.spec.model_spec import ModelSpec, NormSpec
+from loraplex.server.model.spec.model_spec import ModelSpec
 
 _BLOOM_EOS = 2
 _BLOOM_NORM = "word_embeddings_layernorm"
@@ -23,7 +23,7 @@ _MPT_KEYS = {
     "num_hidden_layers": "n_layers",
     "num_attention_heads": "n_heads",
 }
-_MPT_NAMES = gpt.LayerNames(("attn.Wqkv",), "attn.out_proj", "ffn.up_proj", "ffn.down_proj")
+_MPT_NAMES = family.LayerNames(("attn.Wqkv",), "attn.out_proj", "ffn.up_proj", "ffn.down_proj")
 _MPT_TENSORS = (
     (r"^(?:transformer\.)?wte\.", "model.embed_tokens."),
     (r"^(?:transformer\.)?blocks\.", "model.layers."),
@@ -56,7 +56,7 @@ def read_bloom(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     biases = family.Biases(qkv=True, o=True, mlp=True)
     of = family.attention(sizes, None, biases=biases)
     of = replace(of, slopes=family.alibi_slopes(sizes.heads))
-    of, mlp = gpt.branches_of(sizes, of, gpt.FALCON_NAMES, biases, Groups(sizes.heads))
+    of, mlp = family.branches_of(sizes, of, gpt.FALCON_NAMES, biases, Groups(sizes.heads))
     norms = (
         family.layer_norm("input_layernorm", sizes),
         family.layer_norm("post_attention_layernorm", sizes),
@@ -87,12 +87,13 @@ def read_mpt(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     of = family.attention(sizes, None, scale=scale)
     clip = fields.number(said, "clip_qkv", None) if said.get("clip_qkv") else 0.0
     of = replace(of, clip=clip, slopes=family.alibi_slopes(sizes.heads))
-    of, mlp = gpt.branches_of(sizes, of, _MPT_NAMES, family.NO_BIASES)
-    layer = gpt.layer_of(of, mlp, *(_weighted(f"norm_{n}", sizes) for n in (1, 2)), parallel=False)
+    of, mlp = family.branches_of(sizes, of, _MPT_NAMES, family.NO_BIASES)
+    norms = (family.layer_norm(f"norm_{n}", sizes, bias=False) for n in (1, 2))
+    layer = gpt.layer_of(of, mlp, *norms, parallel=False)
     fields = family.tied_where_unsaid(fields)
     layers = [layer] * sizes.layers
     model = family.layer_normed(fields, generation, sizes, layers, sizes.positions, None)
-    last = _weighted(model.norm.path, sizes)
+    last = family.layer_norm(model.norm.path, sizes, bias=False)
     return replace(model, norm=last, stored_names=_MPT_TENSORS)
 
 
@@ -120,8 +121,3 @@ def _four_times(
         hidden_act=activation,
         max_position_embeddings=fields.config.get(positions),
     )
-
-
-def _weighted(path: str, sizes: family.ModelSizes) -> NormSpec:
-    """A LayerNorm without a bias."""
-    return replace(family.layer_norm(path, sizes), bias=False)

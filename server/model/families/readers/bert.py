@@ -5,31 +5,32 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from loraplex.server.model.families import encoders
+from loraplex.server.model.families import encoders, family
 from loraplex.server.model.families.fields import Fields
-from loraplex.server.model.spec.model_spec import DistanceBias, ModelSpec
+from loraplex.server.model.spec.model_spec import DistanceBias, EmbeddingSpec, ModelSpec, ScoreSpec
 
-_OUTPUT = "output.dense"
-_NAMES = encoders.EncoderNames(
+_BRANCHES = family.LayerNames(
     ("attention.self.query", "attention.self.key", "attention.self.value"),
     "attention.output.dense",
     "intermediate.dense",
-    _OUTPUT,
-    ("attention.output.LayerNorm", "output.LayerNorm"),
+    "output.dense",
 )
+_NAMES = encoders.EncoderNames(_BRANCHES, ("attention.output.LayerNorm", "output.LayerNorm"))
 _MPNET_NAMES = encoders.EncoderNames(
-    ("attention.attn.q", "attention.attn.k", "attention.attn.v"),
-    "attention.attn.o",
-    "intermediate.dense",
-    _OUTPUT,
+    _BRANCHES._replace(
+        qkv=("attention.attn.q", "attention.attn.k", "attention.attn.v"), o="attention.attn.o"
+    ),
     ("attention.LayerNorm", "output.LayerNorm"),
 )
 _DISTIL_NAMES = encoders.EncoderNames(
-    ("attention.q_lin", "attention.k_lin", "attention.v_lin"),
-    "attention.out_lin",
-    "ffn.lin1",
-    "ffn.lin2",
+    family.LayerNames(
+        ("attention.q_lin", "attention.k_lin", "attention.v_lin"),
+        "attention.out_lin",
+        "ffn.lin1",
+        "ffn.lin2",
+    ),
     ("sa_layer_norm", "output_layer_norm"),
+    r"transformer\.layer",
 )
 _DISTIL_KEYS = {
     "hidden_size": "dim",
@@ -38,7 +39,6 @@ _DISTIL_KEYS = {
     "intermediate_size": "hidden_dim",
     "hidden_act": "activation",
 }
-_LAYERS, _DISTIL_LAYERS = r"encoder\.layer", r"transformer\.layer"
 _POOLER, _DENSE, _LABELS = "model.pooler.dense", "classifier.dense", "classifier.out_proj"
 # Row of MPNet's table before that of the first position, whatever pads.
 _MPNET_PAD = 1
@@ -49,9 +49,7 @@ def read_bert(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     sizes = encoders.read_sizes(fields)
     scores = encoders.score_heads(sizes, _POOLER, "classifier", "tanh")
     embedding = encoders.embedding(sizes, types=encoders.types_of(fields))
-    layers = [encoders.layer(sizes, _NAMES)] * sizes.layers
-    names = encoders.stored_names("bert", _LAYERS)
-    return encoders.encoder(fields, sizes, embedding, layers, scores, names)
+    return _encoder(fields, sizes, embedding, scores, "bert")
 
 
 def read_roberta(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
@@ -63,9 +61,7 @@ def read_roberta(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
         pad = 0
     scores = encoders.score_heads(sizes, _DENSE, _LABELS, "tanh")
     embedding = encoders.embedding(sizes, pad + 1, types=encoders.types_of(fields))
-    layers = [encoders.layer(sizes, _NAMES)] * sizes.layers
-    names = encoders.stored_names("roberta", _LAYERS)
-    model = encoders.encoder(fields, sizes, embedding, layers, scores, names)
+    model = _encoder(fields, sizes, embedding, scores, "roberta")
     return replace(model, unread_modules=(_POOLER,))
 
 
@@ -75,9 +71,7 @@ def read_electra(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     scores = encoders.score_heads(sizes, _DENSE, _LABELS, "gelu")
     width = fields.positive("embedding_size", 128)
     embedding = encoders.embedding(sizes, types=encoders.types_of(fields), size=width)
-    layers = [encoders.layer(sizes, _NAMES)] * sizes.layers
-    names = encoders.stored_names("electra", _LAYERS)
-    return encoders.encoder(fields, sizes, embedding, layers, scores, names)
+    return _encoder(fields, sizes, embedding, scores, "electra")
 
 
 def read_mpnet(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
@@ -86,9 +80,7 @@ def read_mpnet(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     sizes = encoders.read_sizes(fields)
     scores = encoders.score_heads(sizes, _DENSE, _LABELS, "tanh")
     embedding = encoders.embedding(sizes, _MPNET_PAD + 1, types=0)
-    layers = [encoders.layer(sizes, _MPNET_NAMES)] * sizes.layers
-    names = encoders.stored_names("mpnet", _LAYERS)
-    model = encoders.encoder(fields, sizes, embedding, layers, scores, names)
+    model = _encoder(fields, sizes, embedding, scores, "mpnet", _MPNET_NAMES)
     biases = DistanceBias("model.encoder.relative_attention_bias")
     return replace(model, biases=biases, unread_modules=(_POOLER,))
 
@@ -101,6 +93,18 @@ def read_distilbert(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     sizes = encoders.read_sizes(fields)
     scores = encoders.score_heads(sizes, "pre_classifier", "classifier", "relu")
     embedding = encoders.embedding(sizes, types=0)
-    layers = [encoders.layer(sizes, _DISTIL_NAMES)] * sizes.layers
-    names = encoders.stored_names("distilbert", _DISTIL_LAYERS)
-    return encoders.encoder(fields, sizes, embedding, layers, scores, names)
+    return _encoder(fields, sizes, embedding, scores, "distilbert", _DISTIL_NAMES)
+
+
+def _encoder(
+    fields: Fields,
+    sizes: family.ModelSizes,
+    embedding: EmbeddingSpec,
+    scores: tuple[ScoreSpec, ...],
+    prefix: str,
+    names: encoders.EncoderNames = _NAMES,
+) -> ModelSpec:
+    """Make a model whose layers are alike. prefix: as of `encoders.stored_names`."""
+    layers = [encoders.layer(sizes, names)] * sizes.layers
+    stored = encoders.stored_names(prefix, names.layers)
+    return encoders.encoder(fields, sizes, embedding, layers, scores, stored)

@@ -11,8 +11,9 @@ from loraplex.server.model.families.family import ModelSizes
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.families.readers import routed
 from loraplex.server.model.families.rope import or_usual_table, original_context, rope_table
+from loraplex.server.model.spec.latent_spec import LatentSpec
 from loraplex.server.model.spec.model_spec import FeedForward, ModelSpec, PositionScale
-from loraplex.server.model.spec.moe_spec import RouterRule
+from loraplex.server.model.spec.moe_spec import MoeSpec
 
 _ROUTED, _SHARED = "n_routed_experts", "n_shared_experts"
 # Where `config.json` has no such key.
@@ -99,8 +100,7 @@ def read_v2(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
         fields.only(key, usual)
     sizes, of = _read_sizes(fields)
     attention, max_context = latent.attention(fields, sizes, of, interleaved=True)
-    size, counts = _read_experts(fields)
-    moe = experts.moe(sizes.hidden, size, counts, routed.NAMES, "softmax_top_k")
+    size, moe = _read_softmax(fields, sizes)
     groups = (1, 1)
     method = fields.config.get("topk_method")
     if method == "group_limited_greedy":
@@ -108,8 +108,8 @@ def read_v2(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     elif method != "greedy":
         fields.refuse(f"topk_method must be greedy or group_limited_greedy, got {method!r}")
     factor = fields.number(fields.config, "routed_scaling_factor", 1.0)
-    moe = replace(moe, wide_router=True, wide_weights=True, groups=groups, factor=factor)
-    moe = replace(moe, best_of_group=1)
+    moe = replace(moe, wide_router=True, wide_weights=True, factor=factor)
+    moe = replace(moe, groups=groups, best_of_group=1)
     branches = moe, experts.shared(sizes, size * fields.positive(_SHARED))
     layers = [family.layer(sizes, attention)] * sizes.layers
     sparse = experts.read_first_dense(fields, sizes, 0)
@@ -146,11 +146,19 @@ def _read_sizes(fields: Fields, **usual: Any) -> tuple[ModelSizes, latent.Latent
     return latent.read_sizes(fields, **usual)
 
 
-def _read_experts(fields: Fields) -> tuple[int, tuple[int, int]]:
-    """The size of an expert, how many there are, and how many a token has."""
+def _read_softmax(fields: Fields, sizes: ModelSizes) -> tuple[int, MoeSpec]:
+    """The size of an expert, and experts by softmax."""
     size = fields.positive("moe_intermediate_size")
     counted = fields.changed(num_experts=fields.config[_ROUTED], num_local_experts=None)
-    return size, experts.read_counts(counted, default=1, default_of_token=1)
+    return size, routed.read_softmax(counted, sizes, (1, 1), size)
+
+
+def _read_attention(
+    fields: Fields, sizes: ModelSizes, of: latent.LatentSizes
+) -> tuple[LatentSpec, int]:
+    """Read attention, whose rotation turns neighbours where `rope_interleave` says so."""
+    interleaved = bool(fields.config.get("rope_interleave"))
+    return latent.attention(fields, sizes, of, interleaved=interleaved)
 
 
 def _scored(
@@ -162,8 +170,7 @@ def _scored(
 ) -> ModelSpec:
     for key, usual in (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")):
         fields.only(key, usual)
-    interleaved = bool(fields.config.get("rope_interleave"))
-    attention, max_context = latent.attention(fields, sizes, of, interleaved=interleaved)
+    attention, max_context = _read_attention(fields, sizes, of)
     branches: tuple[FeedForward, ...] = routed.read_scored(fields, sizes, _ROUTED, _SHARED)
     layers = [family.layer(sizes, attention)] * sizes.layers
     return routed.with_experts(
@@ -180,14 +187,10 @@ def read_mistral4(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     if part not in (None, of.turned / (of.nope + of.turned)):
         fields.refuse(f"{_PARTIAL} must be the part of heads that turns, got {part!r}")
     turned = fields.changed(rope_parameters=table, rope_scaling=None, **{_PARTIAL: None})
-    interleaved = bool(fields.config.get("rope_interleave"))
-    attention, max_context = latent.attention(turned, sizes, of, interleaved=interleaved)
+    attention, max_context = _read_attention(turned, sizes, of)
     beta = fields.number(table, _BETA, None)
     scale = PositionScale(beta, original_context(turned, table, sizes))
-    size, counts = _read_experts(fields)
-    normed = bool(fields.config.get("norm_topk_prob"))
-    rule: RouterRule = "softmax_top_k_normed" if normed else "softmax_top_k"
-    moe = experts.moe(sizes.hidden, size, counts, routed.NAMES, rule)
+    size, moe = _read_softmax(fields, sizes)
     moe = replace(
         moe,
         groups=experts.read_groups(fields, moe, moe.best_of_group),
@@ -227,8 +230,7 @@ def read_youtu(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     """Youtu: DeepSeek V3's attention, and an MLP in every layer."""
     fields = latent.with_usual(fields, {**_V3, "num_attention_heads": 16})
     sizes, of = latent.read_sizes(fields)
-    interleaved = bool(fields.config.get("rope_interleave"))
-    attention, max_context = latent.attention(fields, sizes, of, interleaved=interleaved)
+    attention, max_context = _read_attention(fields, sizes, of)
     ids = family.read_eos(fields, generation, sizes, default=128001)
     layers = [family.layer(sizes, attention)] * sizes.layers
     return family.model(fields, sizes, layers, max_context, ids, tied=True)

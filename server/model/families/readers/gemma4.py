@@ -95,13 +95,13 @@ def _read(fields: Fields, generation: Mapping[str, Any], window: int) -> ModelSp
     layers = [_scaled(_with_inputs(layer, sizes, inputs)) for layer in layers]
     cap = gemma.read_softcap(fields, "final_logit_softcapping", None)
     model = gemma.model_of(fields, generation, sizes, layers, sizes.positions, cap, offset=0.0)
-    unread = [str(number) for number, source in enumerate(sources) if source is not None]
+    unread = [number for number, source in enumerate(sources) if source is not None]
     return replace(
         model,
         embedding=replace(model.embedding, inputs=inputs),
-        unread=rf"model\.layers\.({'|'.join(unread)})\.self_attn\.[kv]_(proj|norm)\..+",
+        unread=rf"model\.layers\.({'|'.join(map(str, unread))})\.self_attn\.[kv]_(proj|norm)\..+",
         unread_modules=tuple(
-            layer_path(int(number), f"self_attn.{name}_proj") for number in unread for name in "kv"
+            layer_path(number, f"self_attn.{name}_proj") for number in unread for name in "kv"
         ),
     )
 

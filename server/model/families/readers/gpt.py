@@ -1,7 +1,7 @@
 """GPT-J, GPT-NeoX and their kin: LayerNorm, an MLP without gate, names of their own. Pure."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -44,20 +44,11 @@ FALCON_TENSORS = (
 )
 
 
-class LayerNames(NamedTuple):
-    """Names of a layer's modules. qkv: one, or three."""
-
-    qkv: tuple[str, ...]
-    o: str
-    up: str
-    down: str
-
-
-_GPTJ_NAMES = LayerNames(
+_GPTJ_NAMES = family.LayerNames(
     ("attn.q_proj", "attn.k_proj", "attn.v_proj"), "attn.out_proj", "mlp.fc_in", "mlp.fc_out"
 )
 _CODEGEN_NAMES = _GPTJ_NAMES._replace(qkv=("attn.qkv_proj",))
-_NEOX_NAMES = LayerNames(
+_NEOX_NAMES = family.LayerNames(
     ("attention.query_key_value",), "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"
 )
 FALCON_NAMES = _NEOX_NAMES._replace(
@@ -78,7 +69,7 @@ def read_codegen(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
 
 
 def _gptj(
-    fields: Fields, generation: Mapping[str, Any], names: LayerNames, groups: Groups
+    fields: Fields, generation: Mapping[str, Any], names: family.LayerNames, groups: Groups
 ) -> ModelSpec:
     fields.only("tie_word_embeddings", False)
     fields = with_usual_keys(fields, GPT2_KEYS, "n_inner")
@@ -89,7 +80,7 @@ def _gptj(
     part = None if turned == sizes.head_dim else turned
     rope = RopeSpec("default", _GPTJ_THETA, rotary_dim=part, interleaved=True)
     of = family.attention(sizes, rope)
-    branches = branches_of(sizes, of, names, family.Biases(mlp=True), groups)
+    branches = family.branches_of(sizes, of, names, family.Biases(mlp=True), groups)
     layer = LayerSpec((StepSpec(branches, family.layer_norm("ln_1", sizes)),))
     model = family.layer_normed(
         fields, generation, sizes, [layer] * sizes.layers, sizes.positions, _GPTJ_EOS
@@ -109,7 +100,7 @@ def read_gpt_neox(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     bias = bool(config.get("attention_bias", True))
     biases = family.Biases(qkv=bias, o=bias, mlp=True)
     of = family.attention(sizes, rope, biases=biases)
-    of, mlp = branches_of(sizes, of, _NEOX_NAMES, biases, Groups(sizes.heads))
+    of, mlp = family.branches_of(sizes, of, _NEOX_NAMES, biases, Groups(sizes.heads))
     norms = (
         family.layer_norm("input_layernorm", sizes),
         family.layer_norm("post_attention_layernorm", sizes),
@@ -142,7 +133,7 @@ def read_falcon(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     if slopes:  # scaled as products are; transformers rounds these biases to bfloat16
         each = tuple(slope * of.scale for slope in family.alibi_slopes(sizes.heads))
         of, max_context = replace(of, slopes=each), sizes.positions
-    branches = branches_of(sizes, of, FALCON_NAMES, biases, Groups(sizes.kv_heads))
+    branches = family.branches_of(sizes, of, FALCON_NAMES, biases, Groups(sizes.kv_heads))
     layer = _falcon_layer(fields, sizes, branches, is_new=is_new)
     fields = family.tied_where_unsaid(fields)
     model = family.layer_normed(
@@ -198,28 +189,6 @@ def read_sizes(fields: Fields, kv_heads: object, epsilon_key: str) -> family.Mod
     sizes = family.read_sizes(fields, epsilon=1e-5, epsilon_key=epsilon_key, activation="gelu")
     family.refuse_other_head_dim(fields, sizes)
     return sizes
-
-
-def branches_of(
-    sizes: family.ModelSizes,
-    of: AttentionSpec,
-    names: LayerNames,
-    biases: family.Biases,
-    groups: Groups = UNGROUPED,
-) -> tuple[AttentionSpec, MlpSpec]:
-    """Attention and the MLP beside or behind it, with these names of modules. groups: of the rows
-    of q, k and v, where these are one module."""
-    if len(names.qkv) == 1:
-        qkv = family.fused(of.qkv, names.qkv[0], groups)
-    else:
-        qkv = family.with_paths(of.qkv, *names.qkv)
-    mlp = family.plain_mlp(sizes, biases)
-    up, down = (
-        family.with_paths(linear, path)
-        for linear, path in ((mlp.gate_up, names.up), (mlp.down, names.down))
-    )
-    of = replace(of, qkv=qkv, o=family.with_paths(of.o, names.o))
-    return of, replace(mlp, gate_up=up, down=down)
 
 
 def layer_of(

@@ -24,14 +24,14 @@ _NEO_WINDOW = 256
 _OPT_FIRST = 2
 _NEO_KEYS = {"num_hidden_layers": "num_layers", "num_attention_heads": "num_heads"}
 _ALL = family.Biases(qkv=True, o=True, mlp=True)
-_GPT2_NAMES = gpt.LayerNames(("attn.c_attn",), "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-_NEO_NAMES = gpt.LayerNames(
+_GPT2_NAMES = family.LayerNames(("attn.c_attn",), "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+_NEO_NAMES = family.LayerNames(
     tuple(f"attn.attention.{name}_proj" for name in "qkv"),
     "attn.attention.out_proj",
     "mlp.c_fc",
     "mlp.c_proj",
 )
-_OPT_NAMES = gpt.LayerNames(
+_OPT_NAMES = family.LayerNames(
     tuple(f"self_attn.{name}_proj" for name in "qkv"), "self_attn.out_proj", "fc1", "fc2"
 )
 _TENSORS = (
@@ -76,7 +76,7 @@ def read_gpt_neo(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     for kind in _read_kinds(fields, sizes):
         own = window if kind == "local" else None
         of = family.attention(sizes, None, own, biases, scale=1.0)
-        layers.append(_of_two(sizes, gpt.branches_of(sizes, of, _NEO_NAMES, biases)))
+        layers.append(_of_two(sizes, family.branches_of(sizes, of, _NEO_NAMES, biases)))
     return _learned(fields, generation, sizes, layers)
 
 
@@ -92,7 +92,7 @@ def read_opt(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     biases = family.Biases(bias, bias, bias)
     of = family.attention(sizes, None, biases=biases)
     norms = ("self_attn_layer_norm", "final_layer_norm")
-    layer = _of_two(sizes, gpt.branches_of(sizes, of, _OPT_NAMES, biases), norms)
+    layer = _of_two(sizes, family.branches_of(sizes, of, _OPT_NAMES, biases), norms)
     model = _learned(fields, generation, sizes, [layer] * sizes.layers, _OPT_EOS, _OPT_FIRST)
     return replace(model, stored_names=_OPT_TENSORS)
 
@@ -126,7 +126,7 @@ def _read_kinds(fields: Fields, sizes: family.ModelSizes) -> list[str]:
 
 
 def _layer(sizes: family.ModelSizes, of: AttentionSpec, groups: Groups) -> LayerSpec:
-    return _of_two(sizes, gpt.branches_of(sizes, of, _GPT2_NAMES, _ALL, groups))
+    return _of_two(sizes, family.branches_of(sizes, of, _GPT2_NAMES, _ALL, groups))
 
 
 def _of_two(

@@ -101,7 +101,7 @@ def _cohere(
     rope, max_context = read_rope(fields, sizes, rules)
     turned = replace(rope, interleaved=True)
     biases = llama.read_biases(fields)._replace(mlp=False)
-    norm = replace(family.layer_norm("input_layernorm", sizes), bias=False)
+    norm = family.layer_norm("input_layernorm", sizes, bias=False)
     layers = []
     for window in windows:
         own = None if turns_windowed and window is None else turned

@@ -36,7 +36,7 @@ def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     has_bias = bool(config.get("norm_bias", False))
 
     def norm(path: str) -> NormSpec:
-        return replace(family.layer_norm(path, sizes), bias=has_bias)
+        return family.layer_norm(path, sizes, bias=has_bias)
 
     every = fields.positive("global_attn_every_n_layers", 3)
     windowed = family.read_windowed(fields, sizes, lambda n: n % every != 0)

@@ -15,7 +15,7 @@ from loraplex.server.model.families.readers import olmo, qwen3_next
 from loraplex.server.model.families.readers.qwen3_next import LINEAR, PATH
 from loraplex.server.model.families.rope import read_rope, rope_table
 from loraplex.server.model.spec.linear_spec import LinearSpec, Part
-from loraplex.server.model.spec.model_spec import LayerSpec, ModelSpec, RopeSpec, StepSpec
+from loraplex.server.model.spec.model_spec import ModelSpec, RopeSpec
 from loraplex.server.model.spec.state_spec import DeltaNetSpec
 
 _EOS = 100257
@@ -33,15 +33,9 @@ def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     sizes = family.read_sizes(fields)
     rope, max_context = _read_rope(fields, sizes)
     attention = family.attention(sizes, rope, biases=olmo.read_biases(fields))
-    delta, norms = _read_delta(fields, sizes), family.llama_norms(sizes)
     of_kind = {
         FULL: olmo.attending(sizes, attention),
-        LINEAR: LayerSpec(
-            (
-                StepSpec((delta,), norms.pre_attention),
-                StepSpec((family.mlp(sizes),), norms.pre_mlp),
-            )
-        ),
+        LINEAR: family.layer(sizes, _read_delta(fields, sizes)),
     }
     kinds = fields.config.get("layer_types")
     if kinds is None:

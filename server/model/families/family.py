@@ -287,6 +287,12 @@ def read_mixed_kinds(
     return list(kinds)
 
 
+def attention_biases(fields: Fields) -> Biases:
+    """Read one key for all matrices of attention."""
+    bias = bool(fields.config.get("attention_bias", False))
+    return Biases(qkv=bias, o=bias)
+
+
 def attention(
     sizes: ModelSizes,
     rope: RopeSpec | None,

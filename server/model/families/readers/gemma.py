@@ -39,7 +39,7 @@ def read_gemma(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     activation = family.read_activation(
         fields, "hidden_act", _ACTIVATION if named == "gelu" else named
     )
-    of = family.attention(sizes, rope, biases=read_biases(fields))
+    of = family.attention(sizes, rope, biases=family.attention_biases(fields))
     layer = family.layer(sizes, of, family.mlp(sizes, activation=activation), norms)
     return model_of(fields, generation, sizes, (layer,) * sizes.layers, max_context)
 
@@ -60,7 +60,7 @@ def read_gemma2(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     rope, max_context = read_rope(fields, sizes)
     scale = fields.number(config, "query_pre_attn_scalar", _SCALAR) ** -0.5
     softcap = read_softcap(fields, "attn_logit_softcapping", 50.0)
-    window, biases = config.get("sliding_window", _WINDOW), read_biases(fields)
+    window, biases = config.get("sliding_window", _WINDOW), family.attention_biases(fields)
     windows = family.read_windows(fields, sizes, window, lambda layer: layer % 2 == 0)
     layers = layers_of(
         fields,
@@ -92,7 +92,7 @@ def read_gemma3(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     full, windowed = (read_table(fields, table, sizes)[0] for table in tables)
     ropes = [windowed if has else full for has in family.read_windowed(fields, sizes, has_window)]
     scale = fields.number(config, "query_pre_attn_scalar", _SCALAR) ** -0.5
-    biases = read_biases(fields)
+    biases = family.attention_biases(fields)
     attentions = [
         replace(
             family.attention(sizes, rope, window, biases, scale=scale),
@@ -139,11 +139,6 @@ def layers_of(
     activation = family.read_activation(fields, "hidden_activation", named)
     mlp = family.mlp(sizes, activation=activation)
     return [family.layer(sizes, of, mlp, norms) for of in attentions]
-
-
-def read_biases(fields: Fields) -> family.Biases:
-    bias = bool(fields.config.get("attention_bias", False))
-    return family.Biases(qkv=bias, o=bias)
 
 
 def model_of(

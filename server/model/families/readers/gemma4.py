@@ -147,7 +147,7 @@ def _ropes(
 def _attention(
     fields: Fields, sizes: family.ModelSizes, rope: RopeSpec, window: int | None
 ) -> AttentionSpec:
-    biases = gemma.read_biases(fields)
+    biases = family.attention_biases(fields)
     of = family.attention(sizes, rope, window, biases, scale=1.0, qk_norm=True)
     return replace(of, norms_values=True)
 

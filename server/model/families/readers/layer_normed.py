@@ -7,7 +7,6 @@ from msgspec.structs import replace
 
 from loraplex.server.model.families import family
 from loraplex.server.model.families.fields import Fields
-from loraplex.server.model.families.readers import llama
 from loraplex.server.model.families.rope import LLAMA, RopeRules, read_rope
 from loraplex.server.model.spec.linear_spec import Part
 from loraplex.server.model.spec.model_spec import LayerSpec, ModelSpec, StepSpec
@@ -100,7 +99,7 @@ def _cohere(
     config = fields.config
     rope, max_context = read_rope(fields, sizes, rules)
     turned = replace(rope, interleaved=True)
-    biases = llama.read_biases(fields)._replace(mlp=False)
+    biases = family.attention_biases(fields)
     norm = family.layer_norm("input_layernorm", sizes, bias=False)
     layers = []
     for window in windows:

@@ -19,8 +19,8 @@ def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
 
 def read_biases(fields: Fields) -> family.Biases:
     """Read one key for all matrices of attention, and one for the MLP."""
-    bias = bool(fields.config.get("attention_bias", False))
-    return family.Biases(qkv=bias, o=bias, mlp=bool(fields.config.get("mlp_bias", False)))
+    biases = family.attention_biases(fields)
+    return biases._replace(mlp=bool(fields.config.get("mlp_bias", False)))
 
 
 def assembled(

@@ -21,7 +21,7 @@ _OLMO3 = RopeRules(theta=5e5)
 def read_olmo(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     sizes = _read_sizes(fields)._replace(epsilon=1e-5)
     norm = NormSpec("", sizes.hidden, sizes.epsilon, kind="layer", has_weight=False)
-    model = llama.assembled(fields, generation, sizes, read_biases(fields), eos=_EOS)
+    model = llama.assembled(fields, generation, sizes, family.attention_biases(fields), eos=_EOS)
     steps = tuple(replace(step, pre=norm) for step in model.layers[0].steps)
     return replace(model, norm=norm, layers=(LayerSpec(steps),) * sizes.layers)
 
@@ -29,7 +29,9 @@ def read_olmo(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
 def read_olmo2(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     sizes = _read_sizes(fields)
     rope, max_context = read_rope(fields, sizes)
-    attentions = [family.attention(sizes, rope, biases=read_biases(fields))] * sizes.layers
+    attentions = [
+        family.attention(sizes, rope, biases=family.attention_biases(fields))
+    ] * sizes.layers
     return _model(fields, generation, sizes, attentions, max_context)
 
 
@@ -51,7 +53,7 @@ def read_olmo3(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     (rope, max_context), (windowed_rope, _) = (
         read_table(fields, table, sizes, _OLMO3) for table in (full, windowed)
     )
-    biases = read_biases(fields)
+    biases = family.attention_biases(fields)
     attentions = [
         family.attention(sizes, windowed_rope if has else rope, each, biases)
         for has, each in zip(family.read_windowed(fields, sizes, has_window), windows, strict=True)
@@ -84,11 +86,6 @@ def _read_sizes(fields: Fields) -> family.ModelSizes:
     family.refuse_other_attention(fields)
     fields.only("clip_qkv", None)
     return family.read_sizes(fields, epsilon=1e-5)
-
-
-def read_biases(fields: Fields) -> family.Biases:
-    bias = bool(fields.config.get("attention_bias", False))
-    return family.Biases(qkv=bias, o=bias)
 
 
 def _model(

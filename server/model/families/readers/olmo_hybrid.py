@@ -32,7 +32,7 @@ def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
         fields.only(key, usual)
     sizes = family.read_sizes(fields)
     rope, max_context = _read_rope(fields, sizes)
-    attention = family.attention(sizes, rope, biases=olmo.read_biases(fields))
+    attention = family.attention(sizes, rope, biases=family.attention_biases(fields))
     of_kind = {
         FULL: olmo.attending(sizes, attention),
         LINEAR: family.layer(sizes, _read_delta(fields, sizes)),

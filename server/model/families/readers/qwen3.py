@@ -16,8 +16,7 @@ def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     family.refuse_other_attention(fields)
     sizes = family.read_sizes(fields, head_dim=_HEAD_DIM)
     rope, max_context = read_rope(fields, sizes)
-    bias = bool(fields.config.get("attention_bias", False))
-    biases = family.Biases(qkv=bias, o=bias)
+    biases = family.attention_biases(fields)
     layers = [
         family.layer(sizes, family.attention(sizes, rope, window, biases, qk_norm=True))
         for window in read_windows(fields, sizes)

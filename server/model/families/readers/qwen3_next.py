@@ -87,8 +87,7 @@ def _read(
 ) -> ModelSpec:
     """Read the model. branches: of layers in `sparse`; others have an MLP."""
     rope, max_context = read_rope(fields, sizes, _RULES)
-    bias = bool(fields.config.get("attention_bias", False))
-    of = family.attention(sizes, rope, biases=family.Biases(qkv=bias, o=bias), qk_norm=True)
+    of = family.attention(sizes, rope, biases=family.attention_biases(fields), qk_norm=True)
     mixers: dict[str, Mixer] = {
         FULL: _gated(of),
         LINEAR: _read_delta(fields, sizes, by_key_head=by_key_head),

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from loraplex.server.model.families import experts, family
 from loraplex.server.model.families.fields import Fields
-from loraplex.server.model.families.readers import exaone, llama, olmo, qwen3_moe, renamed
+from loraplex.server.model.families.readers import exaone, olmo, qwen3_moe, renamed
 from loraplex.server.model.families.rope import LLAMA, RopeRules, read_rope, rope_table
 from loraplex.server.model.spec.linear_spec import LinearSpec
 from loraplex.server.model.spec.model_spec import (
@@ -65,7 +65,7 @@ def read_deepseek(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
         fields.only(key, usual)
     sizes = read_sizes(fields)
     rope, max_context = read_rope(fields, sizes)
-    biases = llama.read_biases(fields)._replace(mlp=False)
+    biases = family.attention_biases(fields)
     counted = fields.changed(num_experts=fields.positive("n_routed_experts"))
     size = fields.positive("moe_intermediate_size", 1407)
     moe = read_softmax(counted, sizes, (1, 1), size)
@@ -99,7 +99,7 @@ def read_dots1(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     config = fields.config
     sizes = read_sizes(fields, kv_heads=32)
     rope, max_context = read_rope(fields, sizes)
-    biases = llama.read_biases(fields)._replace(mlp=False)
+    biases = family.attention_biases(fields)
     first = config.get("max_window_layers", 62)
     window = config.get("sliding_window", 4096)
     layers = [
@@ -228,7 +228,7 @@ def read_afmoe(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     rope, max_context = read_rope(fields, sizes)
     every = fields.positive("global_attn_every_n_layers", 4)
     window = fields.positive("sliding_window", 1024)
-    biases = llama.read_biases(fields)._replace(mlp=False)
+    biases = family.attention_biases(fields)
     windows = family.read_windows(fields, sizes, window, lambda layer: (layer + 1) % every > 0)
     layers = [
         family.layer(
@@ -278,8 +278,7 @@ def read_phimoe(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     fields = _with_one_scale(fields)
     sizes = read_sizes(fields, epsilon=1e-5)
     rope, max_context = read_rope(fields, sizes, RopeRules(theta=1e6))
-    bias = bool(config.get("attention_bias", False))
-    biases = family.Biases(qkv=bias, o=bias)
+    biases = family.attention_biases(fields)
     names = "input_layernorm", "post_attention_layernorm"
     norms = family.NormPlaces(*(family.layer_norm(name, sizes) for name in names))
     counts = experts.read_counts(fields, default=16, default_of_token=2)
@@ -369,7 +368,7 @@ def _read_olmo(
     sizes = read_sizes(fields, epsilon=epsilon)
     family.refuse_other_head_dim(fields, sizes)
     rope, max_context = read_rope(fields, sizes, rules)
-    biases = llama.read_biases(fields)._replace(mlp=False)
+    biases = family.attention_biases(fields)
     of = olmo.with_wide_norms(family.attention(sizes, rope, biases=biases), sizes)
     moe = read_softmax(fields, sizes, usual, sizes.inner)
     layers = [family.layer(sizes, of)] * sizes.layers

@@ -18,7 +18,7 @@ from loraplex.server.model.spec.model_spec import (
     ScoreSpec,
 )
 
-_POOLINGS: dict[object, encoders.Pooling] = {"cls": "first", "mean": "mean"}
+_POOLINGS: dict[str, encoders.Pooling] = {"cls": "first", "mean": "mean"}
 _THETAS = {FULL: ("global_rope_theta", 160_000.0), WINDOWED: ("local_rope_theta", 10_000.0)}
 _NAMES = (
     *encoders.stored_names("model", "layers"),
@@ -85,7 +85,7 @@ def _scores(
     fields: Fields, sizes: family.ModelSizes, norm: encoders.MakeNorm
 ) -> tuple[ScoreSpec, ...]:
     config, hidden = fields.config, sizes.hidden
-    pooling = _POOLINGS.get(config.get("classifier_pooling", "cls"))
+    pooling = _POOLINGS.get(str(config.get("classifier_pooling", "cls")))
     if pooling is None:
         fields.refuse(
             f"classifier_pooling must be cls or mean, got {config['classifier_pooling']!r}"

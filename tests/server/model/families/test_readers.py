@@ -325,6 +325,7 @@ MINISTRAL: dict[str, Any] = {"rope_type": "yarn", "factor": 2.0, "llama_4_scalin
         ("smollm3", {"layer_types": ["sliding_attention"] * 2}, "use_sliding_window"),
         ("ministral3", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "scaling_beta"),
         ("ministral3", {"layer_types": ["full_attention"] * 2}, "layer_types"),
+        ("modernbert", {"classifier_pooling": ["cls"]}, "classifier_pooling must be cls or mean"),
     ],
 )
 def test_refused_of_one_family(model_type: str, changes: dict[str, Any], words: str) -> None:

@@ -47,10 +47,10 @@ async def class_prompts(call: GenerationCall, model: TextModel) -> list[Prompt]:
     of_tokens = classes is not None and classes.of_tokens
 
     def read() -> list[Prompt]:
-        found = [reader.prompt(text, "", reader.field(i)) for i, text in enumerate(call.prompts)]
+        fields = [(text, reader.field(i)) for i, text in enumerate(call.prompts)]
         if of_tokens:
-            return [reader.with_spans(prompt) for prompt in found]
-        return [unpadded(prompt, model) for prompt in found]
+            return [reader.with_spans(text, field) for text, field in fields]
+        return [unpadded(reader.prompt(text, "", field), model) for text, field in fields]
 
     return await model.turns.run(size, read)
 
@@ -136,18 +136,17 @@ class TextReader:
         text = before + prompt
         self.check_size(text, field)
         ids = self._model.encode(text, self._call.add_special_tokens)
-        if self._call.truncate is not None and len(ids) > self.most:
-            ids = self._cut(ids, *self._inside(text, ids))
-        return self.checked(text, ids, field)
+        return self.checked(text, self._fitted(text, ids, ids), field)
 
-    def with_spans(self, prompt: Prompt) -> Prompt:
-        """Find the characters of each token. Ids of a text may have been cut."""
-        if not prompt.text:
-            return prompt
-        found = list(self._model.spans(prompt.text, self._call.add_special_tokens))
-        kept = self._cut(found, *self._inside(prompt.text, [span.id for span in found]))
-        places = [(span.start, span.stop) for span in kept]
-        return msgspec.structs.replace(prompt, spans=places)
+    def with_spans(self, prompt: str | list[int], field: str) -> Prompt:
+        """Makes a prompt as `prompt` does, with the characters of each token of a text."""
+        if not isinstance(prompt, str):
+            return self.prompt(prompt, "", field)
+        self.check_size(prompt, field)
+        found = list(self._model.spans(prompt, self._call.add_special_tokens))
+        kept = self._fitted(prompt, found, [span.id for span in found])
+        checked = self.checked(prompt, [span.id for span in kept], field)
+        return msgspec.structs.replace(checked, spans=[(span.start, span.stop) for span in kept])
 
     def check_size(self, text: str, field: str) -> None:
         """Checks that a text is short enough to be encoded. Raises RequestError."""
@@ -165,6 +164,14 @@ class TextReader:
             message = f"the model reads texts of at most {self.most} tokens; got {len(ids)}"
             raise RequestError("context_length", message, param=field)
         return Prompt(text, ids, ())
+
+    def _fitted(self, text: str, tokens: list[T], ids: list[int]) -> list[T]:
+        """Cuts the tokens of a text to as many as the model reads, if the call wants that. ids:
+        of these tokens.
+        """
+        if self._call.truncate is None or len(ids) <= self.most:
+            return tokens
+        return self._cut(tokens, *self._inside(text, ids))
 
     def _inside(self, text: str, ids: list[int]) -> tuple[int, int]:
         """Finds where the text's own tokens end, and how many come before them: what a tokenizer

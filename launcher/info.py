@@ -10,6 +10,7 @@ import msgspec
 from loraplex.adapters.common import extras
 from loraplex.adapters.helpers.helper import start_problem
 from loraplex.launcher.known_models import served_families
+from loraplex.launcher.router_client import json_text
 from loraplex.router.helper_check import HELPERS
 from loraplex.server.worker.process.device import choose_device, cuda_devices, torch_build
 
@@ -159,7 +160,7 @@ def _bfloat16(on_gpu: bool, has_bfloat16: bool) -> Ability:
 
 
 def to_json(facts: MachineFacts) -> str:
-    return msgspec.json.format(msgspec.json.encode(facts)).decode() + "\n"
+    return json_text(facts)
 
 
 def to_text(facts: MachineFacts) -> str:

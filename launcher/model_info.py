@@ -9,6 +9,7 @@ from loraplex.adapters.base import base_modules
 from loraplex.launcher.demo import model_path
 from loraplex.launcher.model_needs import ModelNeeds, Needs, choose_groups
 from loraplex.launcher.options import OptionError
+from loraplex.launcher.router_client import json_text
 from loraplex.launcher.worker_groups import AskedGroups
 from loraplex.server.config import WorkerConfig
 from loraplex.server.model.ops.kernel_limits import unsupported
@@ -60,7 +61,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
     def written(self, *, for_programs: bool) -> str:
         if for_programs:
-            return msgspec.json.format(msgspec.json.encode(self)).decode() + "\n"
+            return json_text(self)
         problem = self.needs.problem
         head = f"{self.model} can be served"
         lines = [head if problem is None else f"{head}, but not here: {problem}"]

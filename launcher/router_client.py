@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 
 from loraplex.adapters.common.authorities import trusted_context
 from loraplex.adapters.uploads.archive import adapter_files, archive_bytes, archive_pieces
@@ -145,6 +146,11 @@ def _from(pieces: Iterator[bytes], start: int) -> Iterator[bytes]:
 
 def as_json(content: list[Any]) -> str:
     return json.dumps(content[0] if len(content) == 1 else content, indent=2) + "\n"
+
+
+def json_text(value: Any) -> str:
+    """Any value that msgspec encodes, as indented JSON."""
+    return msgspec.json.format(msgspec.json.encode(value)).decode() + "\n"
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:

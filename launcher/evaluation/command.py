@@ -8,8 +8,6 @@ from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 
-import msgspec
-
 from loraplex.adapters.errors import CommandError
 from loraplex.adapters.peft.config import CONFIG_FILE
 from loraplex.launcher.batch import command as batch_command
@@ -17,6 +15,7 @@ from loraplex.launcher.command_line import Parser
 from loraplex.launcher.evaluation import questions, report
 from loraplex.launcher.option_types import worded
 from loraplex.launcher.options import OptionError
+from loraplex.launcher.router_client import json_text
 
 ABOUT = """\
 Put the same lines to many adapters, and compare their answers in one table:
@@ -66,9 +65,9 @@ def run(arguments: argparse.Namespace, api_key: str, environ: Mapping[str, str])
     found = report.report_of(
         arguments.score, [report.row_of(kind, name, cases, texts, said) for name in names]
     )
-    written = msgspec.json.format(msgspec.json.encode(found)) + b"\n"
-    (arguments.out / "report.json").write_bytes(written)
-    sys.stdout.write(written.decode() if arguments.json else report.as_text(found))
+    written = json_text(found)
+    (arguments.out / "report.json").write_bytes(written.encode())
+    sys.stdout.write(written if arguments.json else report.as_text(found))
     return 0
 
 

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from loraplex.adapters.common import extras
 from loraplex.adapters.errors import CommandError
 from loraplex.adapters.peft.config import CONFIG_FILE
@@ -18,6 +16,7 @@ from loraplex.launcher.evaluation import command as evaluation
 from loraplex.launcher.evaluation.questions import LineAnswer, questions, read_cases
 from loraplex.launcher.options import OptionError
 from loraplex.launcher.parity.differences import Difference, as_text, spreads
+from loraplex.launcher.router_client import json_text
 
 ABOUT = """\
 Compare the log-probabilities of a server with those of transformers and PEFT, token by token:
@@ -71,8 +70,7 @@ def run(arguments: argparse.Namespace, api_key: str, environ: Mapping[str, str])
     if fault := next((answer.fault for answer in answers if answer.fault), None):
         raise CommandError(f"a prompt has no answer: {fault}")
     found = spreads(list(_differences(arguments, answers)))
-    as_json = msgspec.json.format(msgspec.json.encode(found)).decode() + "\n"
-    sys.stdout.write(as_json if arguments.json else as_text(found))
+    sys.stdout.write(json_text(found) if arguments.json else as_text(found))
     return int(arguments.bound is not None and found[0].max > arguments.bound)
 
 

@@ -239,7 +239,7 @@ class ScoreParts(msgspec.Struct, frozen=True):
 
     @property
     def required(self) -> frozenset[str]:
-        """Names of the tensors that are saved together with the weight of the labels."""
+        """Names of the weight of the labels, and of the tensors that are saved together with it."""
         top = self.labels.partition(".")[0] + "."
         return frozenset(name for name, _ in self.tensors if name.startswith(top))
 

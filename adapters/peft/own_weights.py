@@ -243,7 +243,7 @@ def place_head(
             message = f"modules_to_save has {head}, and the file has no weights of it"
             findings.add("missing_tensor", head, message)
         return None
-    missing = sorted({parts.labels, *parts.required} - tensors.keys())
+    missing = sorted(parts.required - tensors.keys())
     if missing:
         message = f"the file has a part of a score head, and no weights {missing[0]}"
         findings.add("missing_tensor", missing[0], message)

@@ -13,6 +13,7 @@ from loraplex.adapters.peft.config import CONFIG_FILE
 from loraplex.launcher.batch import command as batch_command
 from loraplex.launcher.command_line import Parser
 from loraplex.launcher.evaluation import questions, report
+from loraplex.launcher.evaluation.scores import OF_TEXT
 from loraplex.launcher.option_types import worded
 from loraplex.launcher.options import OptionError
 from loraplex.launcher.router_client import json_text
@@ -30,7 +31,7 @@ WHAT is a server's name; or an adapter's folder, or a training run's with checkp
 with / in front or at the end, or with ./
 The lines run as `loraplex batch` runs them. Started again, it goes on.
 """
-_KINDS = ("exact", "regex", "json", "choice", "judge")
+_KINDS = (*OF_TEXT, "choice", "judge")
 _STEP = re.compile(r"checkpoint-([0-9]+)")
 
 

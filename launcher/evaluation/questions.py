@@ -64,7 +64,7 @@ class LineAnswer(msgspec.Struct, frozen=True):
 
 
 def read_cases(path: Path, score: str) -> list[EvalLine]:
-    """Reads a file of lines; blank ones are left out. score: its kind, without a judge's name.
+    """Reads a file of lines; blank ones are left out. score: its kind, as of `questions`.
 
     Raises CommandError.
     """
@@ -89,25 +89,31 @@ def read_cases(path: Path, score: str) -> list[EvalLine]:
     return cases
 
 
+def question_id(name: str, number: int, choice: int = 0) -> str:
+    """The `custom_id` of a question. number: of the line, from 1. choice: from 0."""
+    return f"{name} {number} {choice}"
+
+
 def questions(
     kind: str, names: Iterable[str], cases: Sequence[EvalLine], tokens: int
 ) -> Iterator[Request]:
     """Requests for texts, or of each choice as the prompt's end, adapter by adapter.
 
-    kind: of scores, or `logprobs` for texts with all log-probabilities. tokens: the most of a text.
+    kind: of scores, without a judge's name, or `logprobs` for texts with all log-probabilities.
+    tokens: the most of a text.
     """
     for name in names:
         for number, case in enumerate(cases, 1):
             if kind != "choice":
                 logprobs = {"logprobs": True if case.messages else 0} | _LOGPROBS
-                fields = logprobs if kind == "logprobs" else {}
-                yield _request(f"{name} {number} 0", name, case, {"max_tokens": tokens, **fields})
+                fields = {"max_tokens": tokens} | (logprobs if kind == "logprobs" else {})
+                yield _request(question_id(name, number), name, case, fields)
                 continue
             for at, text in enumerate(case.choices):
                 said = case.messages and [*case.messages, {"role": "assistant", "content": text}]
                 prompt = None if case.prompt is None else case.prompt + text
                 whole = msgspec.structs.replace(case, prompt=prompt, messages=said)
-                yield _request(f"{name} {number} {at}", name, whole, _MEASURED[bool(said)])
+                yield _request(question_id(name, number, at), name, whole, _MEASURED[bool(said)])
 
 
 def verdicts(
@@ -117,7 +123,7 @@ def verdicts(
     shape = {"choice": [str(points) for points in range(MOST_POINTS + 1)]}
     for name in names:
         for number, case in enumerate(cases, 1):
-            answer = answers[f"{name} {number} 0"]
+            answer = answers[question_id(name, number)]
             if answer.fault is not None:
                 continue
             right = "" if case.answer is None else f"Right answer:\n{_text_of(case.answer)}\n\n"
@@ -127,7 +133,7 @@ def verdicts(
             content = _JUDGE.format(question=said, reference=right, answer=answer.text)
             asked = EvalLine(messages=[{"role": "user", "content": content}])
             fields = {"max_tokens": 8, "structured_outputs": shape}
-            yield _request(f"{name} {number} 0", judge, asked, fields)
+            yield _request(question_id(name, number), judge, asked, fields)
 
 
 def write_requests(path: Path, requests: Iterable[Request]) -> None:

@@ -6,7 +6,7 @@ from itertools import combinations
 import msgspec
 
 from loraplex.launcher.evaluation import scores as scoring
-from loraplex.launcher.evaluation.questions import LineAnswer, likelihoods
+from loraplex.launcher.evaluation.questions import LineAnswer, likelihoods, question_id
 from loraplex.launcher.router_client import table
 
 _BAR = 24
@@ -58,10 +58,10 @@ def row_of(
     """Scores one adapter's answers. verdicts: a judge's, by the answers' names."""
     counts = [len(case.choices) if kind == "choice" else 1 for case in cases]
     found = [
-        [answers[f"{name} {number} {at}"] for at in range(count)]
+        [answers[question_id(name, number, at)] for at in range(count)]
         for number, count in enumerate(counts, 1)
     ]
-    said = [verdicts.get(f"{name} {number} 0") for number in range(1, len(cases) + 1)]
+    said = [verdicts.get(question_id(name, number)) for number in range(1, len(cases) + 1)]
     scores = [_score(kind, *one) for one in zip(cases, found, said, strict=True)]
     there = [score for score in scores if score is not None]
     low, high = scoring.interval(there)

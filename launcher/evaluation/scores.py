@@ -9,6 +9,8 @@ import msgspec
 
 Z95 = 1.959964  # two-sided 95 % of the normal distribution
 MOST_POINTS = 10
+# Kinds of scores, and of questions, whose lines need no right answer.
+_UNANSWERED = ("judge", "logprobs")
 
 
 class EvalLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,10 +81,10 @@ OF_TEXT: Mapping[str, Callable[[str, EvalLine], float]] = {
 
 
 def fault_of(case: EvalLine, score: str) -> str | None:
-    """Why a line cannot be scored so; None = it can."""
+    """Why a line cannot be scored so, or asked for `logprobs`; None = it can."""
     if (case.prompt is None) == (case.messages is None):
         return "it needs either `prompt` or `messages`"
-    if case.answer is None and score != "judge" and not (score == "json" and case.schema):
+    if case.answer is None and score not in _UNANSWERED and not (score == "json" and case.schema):
         return "it has no `answer`"
     try:
         if score == "choice":

@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace, api_key: str, environ: Mapping[str, str])
         extras.require(module)
     if not (arguments.adapter / CONFIG_FILE).exists():
         raise OptionError(f"ADAPTER must be a folder with {CONFIG_FILE}")
-    cases = read_cases(arguments.lines, "judge")
+    cases = read_cases(arguments.lines, "logprobs")
     given = [*(arguments.adapters or ()), f"{_NAME}={arguments.adapter.resolve()}"]
     with tempfile.TemporaryDirectory(prefix="loraplex-") as folder:
         more = {"out": Path(folder), "adapters": given, "url": None, "restart": False}

@@ -22,7 +22,14 @@ from loraplex.router.lines.journal import Journal
 from loraplex.router.lines.lines import BadLine, BatchRequest
 from loraplex.router.lines.order import send_order
 from loraplex.router.lines.pace import BUSY
-from loraplex.router.lines.records import NOT_RUN, BatchFault, BatchRecord, record_id, record_of
+from loraplex.router.lines.records import (
+    NOT_RUN,
+    BatchFault,
+    BatchRecord,
+    line_of,
+    record_id,
+    record_of,
+)
 
 # The most that one batch takes.
 PART_LINES = 50_000
@@ -196,10 +203,14 @@ class BatchJob:
             raise BatchError(f"{batch.id} failed: {'; '.join(one.message for one in found)}")
 
     def _append(self, record: BatchRecord) -> None:
-        """Writes a record under the number that its line has in this command's input."""
+        """Writes a record under the number that its line has in this command's input. Raises
+        BatchError.
+        """
+        line = line_of(record.id)
+        if line is None:
+            raise BatchError(f"the server's answer {record.id[:80]!r} says no line")
         has_answer = record.error is None or record.error.code not in _NO_ANSWER
-        mark = int(record.id.rpartition("_")[2], 16)
-        place = self._places.get(mark)
+        place = self._places.get(line[1])
         if has_answer and place is not None and not self._journal.answered[place]:
             self._journal.append(place, msgspec.structs.replace(record, id=self._name(place)))
 

@@ -80,13 +80,18 @@ def record_id(number: int, mark: int) -> str:
     return f"{_ID_BEGIN}{number}_{mark:016x}"
 
 
+def line_of(name: str) -> tuple[int, int] | None:
+    """The number and the mark in a record's id; None = it is none of `record_id`."""
+    match = _ID.fullmatch(name)
+    return None if match is None else (int(match[1]), int(match[2], 16))
+
+
 def answered_line(record: bytes) -> tuple[int, int] | None:
     """The number and the mark of the line that a record answers; None = it is no record."""
     try:
-        match = _ID.fullmatch(_decode_answered(record).id)
+        return line_of(_decode_answered(record).id)
     except _UNREADABLE:
         return None
-    return None if match is None else (int(match[1]), int(match[2], 16))
 
 
 def encode(record: BatchRecord) -> bytes:

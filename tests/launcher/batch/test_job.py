@@ -13,6 +13,7 @@ from loraplex.launcher.batch.job import BatchJob
 from loraplex.router.lines.errors import BatchError
 from loraplex.router.lines.index import BatchInput
 from loraplex.router.lines.journal import Journal
+from loraplex.router.lines.records import BatchRecord
 from loraplex.router.policy.batch_limits import BatchLimits
 from tests.launcher.batch.batch_files import chat, line, numbers, records, write
 from tests.launcher.load_server import serving, whole
@@ -147,6 +148,13 @@ async def test_a_batch_that_fails_as_a_whole(
         with pytest.raises(BatchError, match="failed: .*there are more than 3 lines"):
             await files.run(url_of(router))
     assert (files.out.read_bytes(), files.errors.read_bytes()) == (b"", b"")
+
+
+@pytest.mark.parametrize("name", ["batch_req_abc123", "batch_req_1_6f3a", "1"])
+def test_an_answer_of_no_line(files: Files, name: str) -> None:
+    write(files.input, lines(1))
+    with files.job("http://127.0.0.1:1") as job, pytest.raises(BatchError, match="says no line"):
+        job._append(BatchRecord(name, "0", None, None))
 
 
 async def test_a_server_without_batches(tmp_path: Path, worker: FakeWorker, files: Files) -> None:

@@ -43,12 +43,6 @@ def serving(base: StateBase, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     assert found.process.wait(TIMEOUT_S) == 0
 
 
-@pytest.fixture
-def http(serving: Serving) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=serving.url, timeout=TIMEOUT_S, trust_env=False) as client:
-        yield client
-
-
 def asked(adapter: str | None, prompt: str, tokens: list[int]) -> dict[str, Any]:
     return {
         "model": adapter or "base",

@@ -23,7 +23,9 @@ _OWN = "\ndef serving("
 
 @cache
 def scope_of(file: str) -> str:
-    """What the tests of a file are handed out with. file: its path from the root."""
+    """The scope whose tests are handed out together with those of a file. file: its path from the
+    root.
+    """
     if not file.startswith(E2E):
         return file
     text = (_ROOT / file).read_text()

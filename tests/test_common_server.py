@@ -1,4 +1,4 @@
-"""Which files are handed out together."""
+"""Files that are handed out together, and files that are alone."""
 
 from tests.common_server import E2E, scope_of
 

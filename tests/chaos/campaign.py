@@ -32,7 +32,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Report:
-    """What happened. faults: in order. answers: of all requests."""
+    """The course of a plan. faults: in order. answers: of all requests."""
 
     plan: Plan
     faults: list[Done]
@@ -45,7 +45,7 @@ class Report:
         return [f"{a.name}: {a.detail}" for a in self.answers if a.result in ("wrong", "failed")]
 
     def pauses(self, fault: str) -> list[float]:
-        """Of each fault of this kind, the longest pause that any stream had in it, in seconds."""
+        """The longest pause that any stream had in each fault of this kind, in seconds."""
         return [self._longest(done) for done in self.faults if done.fault == fault]
 
     def _longest(self, done: Done) -> float:
@@ -84,7 +84,7 @@ class Report:
 
 @dataclass
 class Summary:
-    """What a report comes down to; those of several runs add up. pauses: by fault, in seconds.
+    """The sum of a report; those of several runs add up. pauses: by fault, in seconds.
 
     orphans: seconds from each router's death until workers had freed what they ran for it.
     """

@@ -1,4 +1,4 @@
-"""What can go wrong with a fleet, done to real processes. A fault ends when all is whole again."""
+"""Faults of a fleet, done to real processes. A fault ends when all is whole again."""
 
 import asyncio
 import os
@@ -70,7 +70,7 @@ class Faults:
         await self._kill(self._dice.choice(self._fleet.workers))
 
     async def _kill_router(self) -> None:
-        """What its clients held is broken; they ask again, elsewhere."""
+        """Clients of the router lose their connections; they ask again, elsewhere."""
         router = self._dice.choice(self._fleet.routers)
         at = await self._end(router)
         await self._fleet.until_orphans_are_gone()

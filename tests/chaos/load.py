@@ -37,7 +37,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Order:
-    """What is asked for, and what must come. stop_at: where in the text a stop string is, 0 to 1.
+    """A request and its right answer. stop_at: where in the text a stop string is, 0 to 1.
 
     Whoever asks again with the same key must ask for the same.
     """

@@ -93,7 +93,9 @@ class Process:
 
 @dataclass(frozen=True)
 class Served:
-    """What a fleet serves. adapters: names of folders in `roots`. options: of workers."""
+    """A base and its adapters, for a fleet to serve. adapters: names of folders in `roots`.
+    options: of workers.
+    """
 
     model: Path
     roots: Path
@@ -110,7 +112,9 @@ def demo(step_s: float = 0.0) -> Served:
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a fleet. step_s: seconds that a step of an engine takes. served: None = the demo."""
+    """The parts of a fleet. step_s: seconds that a step of an engine takes. served: None = the
+    demo.
+    """
 
     workers: int = 3
     routers: int = 2

@@ -448,14 +448,14 @@ class Operator:
         self.do("POST", "/support/rollout", versions=versions, guards=guards)
 
     def chat(self, users: int) -> None:
-        """Of so many new callers."""
+        """Sends a chat of each of so many new callers."""
         messages = [{"role": "user", "content": "hello"}]
         for user in itertools.islice(self.users, users):
             body = {"model": "support", "messages": messages, "max_tokens": 1, "user": f"u{user}"}
             self.http.post("/v1/chat/completions", json=body, headers=self.caller)
 
     def chat_until(self, condition: Callable[[], bool]) -> None:
-        """What comes in a version's first seconds is not judged yet."""
+        """Chats until the condition holds: a version's first seconds are not judged yet."""
         deadline = time.monotonic() + STEP_MS / 1000 + SLICE_S
         while not condition():
             assert time.monotonic() < deadline

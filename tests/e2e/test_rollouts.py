@@ -80,7 +80,7 @@ class Rolling:
         return str(digest)
 
     async def versions(self, router: Process) -> dict[str, str]:
-        """Of each user."""
+        """The digest that each user gets."""
         digests = [await self.ask(router, user) for user in USERS]
         return dict(zip(USERS, digests, strict=True))
 

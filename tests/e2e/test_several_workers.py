@@ -50,7 +50,7 @@ def until(serving: Serving, condition: Callable[[], bool]) -> None:
 
 
 def processes(serving: Serving) -> dict[str, psutil.Process]:
-    """Of the workers, by their names."""
+    """The workers' processes, by their names."""
     found = {}
     for child in psutil.Process(serving.process.pid).children():
         named = [word for word in child.cmdline() if word.startswith("--started-as=worker-")]
@@ -102,7 +102,7 @@ async def test_answers_as_one_worker_does(serving: Serving, several: Serving) ->
 
 
 def test_each_workers_metrics_have_a_port(several: Serving, watched_port: int) -> None:
-    """Which has nothing else of a worker's."""
+    """The port has nothing else of a worker's."""
     first = watched_port
     pages = [httpx.get(f"http://127.0.0.1:{port}/metrics") for port in (first, first + 1)]
     assert all("loraplex_worker_ready 1" in page.text for page in pages)

@@ -49,7 +49,7 @@ def clean() -> dict[str, str]:
 
 
 def tried(python: Path, folder: Path, *asked: list[str]) -> list[tuple[list[str], int, str]]:
-    """What commands of an environment answered. All helps are looked at, too."""
+    """Answers of an environment's commands. All helps are looked at, too."""
     done = subprocess.run(
         [python, "-P", str(ROOT / "tests/launcher/try_commands.py")],
         input=json.dumps(asked),

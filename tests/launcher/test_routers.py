@@ -125,7 +125,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 @pytest.fixture(scope="module")
 def options() -> Iterator[list[str]]:
-    """Of a router: a worker and a Redis, both real."""
+    """Options of a router: a worker and a Redis, both real."""
     # The path of a Unix socket may have 107 bytes.
     with tempfile.TemporaryDirectory(prefix="routers-") as name, ExitStack() as stack:
         folder = Path(name)

@@ -383,7 +383,7 @@ def test_an_exposed_worker_needs_a_secret(refusal: Refusals) -> None:
 
 
 def test_every_line_of_a_run_is_json(tmp_path: Path) -> None:
-    """Of the launcher, the router with its operators' actions, the worker and its engine."""
+    """Lines of the launcher, the router with its operators' actions, the worker and its engine."""
     key = tmp_path / "key"
     key.write_text("admin")
     options = ("--log-format", "json", "--log-requests", "prompts", "--admin-key-file", str(key))

@@ -122,7 +122,7 @@ def echo_script(request: GenerateRequest) -> list[int]:
 
 
 def numbers_of(request: GenerateRequest) -> list[float]:
-    """Of a prompt: its bytes' sum and count, its last byte, and the adapter's first digit."""
+    """A prompt's numbers: its bytes' sum and count, its last byte, the adapter's first digit."""
     ids = request.prompt_ids
     adapter = 0 if request.adapter is None else int(request.adapter[:2], 16)
     return [float(sum(ids)), float(len(ids)), float(ids[-1]), float(adapter)]
@@ -205,7 +205,7 @@ class FakeWorker:
 
     @property
     def orders(self) -> list[tuple[str, tuple[str, ...]]]:
-        """Those that move something."""
+        """Orders that move something."""
         orders = [frame for frame in self.frames if isinstance(frame, AdapterOrder)]
         return [(o.action, o.digests) for o in orders if o.action != "status"]
 

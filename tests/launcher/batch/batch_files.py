@@ -26,5 +26,5 @@ def records(path: Path) -> list[dict[str, Any]]:
 
 
 def numbers(*paths: Path) -> list[int]:
-    """Of the lines that have an answer, sorted; one that has two is there twice."""
+    """Numbers of the lines that have an answer, sorted; one that has two is there twice."""
     return sorted(int(one["id"].split("_")[2]) for path in paths for one in records(path))

@@ -166,7 +166,7 @@ def test_each_route_says_which_key_this_router_asks_for(operators: bool, callers
 
 
 def schema_of(document: dict[str, Any], *way: str) -> Draft202012Validator:
-    """Of what lies there, with the components that it refers to."""
+    """The schema that lies there, with the components that it refers to."""
     found = document
     for step in way:
         found = found[step]

@@ -252,7 +252,7 @@ async def test_content_types(router: Running, headers: dict[str, str], status: i
 
 
 async def raw(router: Running, data: bytes) -> bytes:
-    """What the server answers to these bytes, until it closes."""
+    """The server's answer to these bytes, until it closes."""
     url = router.client.base_url
     reader, writer = await asyncio.open_connection(url.host, url.port)
     try:

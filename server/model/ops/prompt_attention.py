@@ -8,6 +8,7 @@ project's own kernel for all others. The module reads keys of eight bits from a 
 """
 
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import flashinfer
@@ -34,6 +35,7 @@ from loraplex.server.model.spec.latent_spec import LatentSpec
 from loraplex.server.model.spec.model_spec import AttentionSpec, ModelSpec
 
 PromptKernel = Literal["FlashInfer", "FlashInfer, widened", "Triton"]
+_WIDENED: PromptKernel = "FlashInfer, widened"
 _FLASHINFER_HEADS = (64, 128, 256)
 
 
@@ -102,14 +104,15 @@ class WidenedPages:
     take the place of the last layer's.
     """
 
-    def __init__(self, cache: KVCache, layer: int) -> None:
-        """Allocate room for pages of layers of this one's form."""
+    def __init__(self, cache: KVCache, layer: int, memory: torch.Tensor) -> None:
+        """Lay pages of this layer's form into memory. memory: uint8 `[n]`, which layers of all
+        forms share.
+        """
         self._cache = cache
-        of_page = cache.of(layer)[0].shape[1:]
-        room = WIDENED_BYTES // (2 * of_page.numel() * cache.dtype.itemsize)
-        self.room = min(len(cache.pool), room)
-        shape = (2, self.room, *of_page)
-        self._wide = torch.empty(shape, dtype=cache.dtype, device=cache.pool.device)
+        of_page = _widened_page_bytes(cache, layer)
+        self.room = min(len(cache.pool), len(memory) // of_page)
+        wide = memory[: self.room * of_page].view(cache.dtype)
+        self._wide = wide.view(2, self.room, *cache.of(layer)[0].shape[1:])
         self._pages = torch.arange(0, dtype=torch.int32)
         self._places = torch.arange(self.room, dtype=torch.int32, device=cache.pool.device)
 
@@ -124,6 +127,18 @@ class WidenedPages:
         """Widen the layer's pages: k and v, as `KVCache.of`, of the places."""
         widen_pages(cache_pages(self._cache, layer), self._pages, self._wide)
         return self._wide[0], self._wide[1]
+
+
+def _widened_page_bytes(cache: KVCache, layer: int) -> int:
+    """Bytes of a page's keys and values in the queries' dtype."""
+    return 2 * cache.of(layer)[0][0].numel() * cache.dtype.itemsize
+
+
+def _widened_memory(cache: KVCache, layers: Iterable[int]) -> torch.Tensor:
+    """Allocate memory of widened pages, uint8 `[n]`. layers: one of each form."""
+    most = max((len(cache.pool) * _widened_page_bytes(cache, n) for n in layers), default=0)
+    nbytes = min(most, WIDENED_BYTES)
+    return torch.empty(nbytes, dtype=torch.uint8, device=cache.pool.device)
 
 
 class FlashInferPrompts:
@@ -237,10 +252,16 @@ class WidenedPrompts:
     FlashInfer computes steps whose pages have room when widened, the project's kernel all others.
     """
 
-    def __init__(self, layers: dict[int, AttentionSpec], cache: KVCache, backend: str) -> None:
-        """Prepare both ways. layers: by number, of one page group."""
+    def __init__(
+        self,
+        layers: dict[int, AttentionSpec],
+        cache: KVCache,
+        backend: str,
+        memory: torch.Tensor,
+    ) -> None:
+        """Prepare both ways. layers: by number, of one page group. memory: of widened pages."""
         self._page_size = cache.page_size
-        self._widened = WidenedPages(cache, next(iter(layers)))
+        self._widened = WidenedPages(cache, next(iter(layers)), memory)
         self._flashinfer = FlashInferPrompts(layers, cache, backend, None, self._widened)
         self._tiled = TiledPrompts(layers, cache, None)
         self._planned: FlashInferPrompts | TiledPrompts = self._tiled
@@ -273,7 +294,7 @@ def prompt_kernel(
         return "Triton"
     if not rounded_cache:
         return "FlashInfer"
-    return "Triton" if captured else "FlashInfer, widened"
+    return "Triton" if captured else _WIDENED
 
 
 def prompt_kernels(
@@ -326,14 +347,17 @@ class PromptAttention:
         """
         self._plans: list[_Plan] = []
         self._of_layer: dict[int, _Plan] = {}
-        for kernel, layers in _planned_together(model, cache, captured=captured is not None):
+        together = _planned_together(model, cache, captured=captured is not None)
+        widened = (next(iter(layers)) for kernel, layers in together if kernel == _WIDENED)
+        memory = _widened_memory(cache, widened)
+        for kernel, layers in together:
             plan: _Plan
             if kernel == "FlashInfer":
                 plan = FlashInferPrompts(layers, cache, backend, captured)
             elif kernel == "Triton":
                 plan = TiledPrompts(layers, cache, captured)
             else:
-                plan = WidenedPrompts(layers, cache, backend)
+                plan = WidenedPrompts(layers, cache, backend, memory)
             self._plans.append(plan)
             self._of_layer.update(dict.fromkeys(layers, plan))
 

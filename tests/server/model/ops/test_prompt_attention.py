@@ -90,7 +90,11 @@ def test_layers_of_every_kind(
     """Captured: for a step of more tokens than this one. FP8: the room is for widened pages."""
     from loraplex.server.model.ops import prompt_attention
     from loraplex.server.model.ops.attention_cuda import prompt_backend
-    from loraplex.server.model.ops.prompt_attention import PromptAttention, prompt_kernels
+    from loraplex.server.model.ops.prompt_attention import (
+        PromptAttention,
+        WidenedPrompts,
+        prompt_kernels,
+    )
     from loraplex.server.model.ops.sizes import MAX_PROMPTS, PromptRoom
 
     model, dtype = model_of(head_dim), torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -114,6 +118,9 @@ def test_layers_of_every_kind(
     tokens, most = sum(n for _, _, n in SLICES), 250
     room = PromptRoom(most, MAX_PROMPTS * PAGES_A_ROW) if captured else None
     prompts = PromptAttention(model, cache, backend, room)
+    widened = [of for of in prompts._plans if isinstance(of, WidenedPrompts)]
+    memory = {of._widened._wide.untyped_storage().data_ptr() for of in widened}
+    assert len(memory) == min(1, len(widened))
     sizes = [(of.attention.num_heads, of.attention.head_dim) for of in model.layers]
     rows = most if captured else tokens
     queries = [torch.randn(rows, *size).to(device, dtype) for size in sizes]

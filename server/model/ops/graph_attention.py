@@ -63,9 +63,10 @@ class GraphAttention:
         if turns is not None:
             self._turns[:tokens].copy_(turns.roll(-n))
         # Decodes write their own keys and values, but for latents.
-        kept = tokens if self._keeps_all else first
-        self._kv_slots[:, :kept].copy_(self._ops.kv_slots(layout).roll(-n, 1)[:, :kept])
-        self._kv_slots[:, kept:size].fill_(-1)
+        slots = self._ops.kv_slots(layout)
+        kept = slots.roll(-n, 1) if self._keeps_all else slots[:, n:]
+        self._kv_slots[:, : kept.shape[1]].copy_(kept)
+        self._kv_slots[:, kept.shape[1] : size].fill_(-1)
         packed = np.zeros(len(self._packed), dtype=np.int32)
         packed[first:tokens] = layout.seq_rows[:n]
         self._work(size).cut(layout.starts[:n] + 1, packed[size:], first)

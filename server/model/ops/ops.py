@@ -21,6 +21,9 @@ from loraplex.server.model.spec.page_groups import NO_PAGES, PageGroups
 from loraplex.server.model.state_weights import StateWeights
 from loraplex.server.model.weights import KvScales, Norm
 
+# Of keys, and of values.
+_Views = tuple[torch.Tensor, torch.Tensor]
+
 
 class KVCache:
     """Keys and values of every layer, in pages of one size.
@@ -44,39 +47,28 @@ class KVCache:
         token_scales: torch.Tensor | None = None,
     ) -> None:
         self.pool, self.groups, self.dtype = pool, groups, dtype
-        self.page_size, self._token_scales = page_size, token_scales
+        self.page_size = page_size
         keys_of = {layer: of.keys_of for layer, of in model.attentions.items()}
         readers = {layer: other for layer, other in keys_of.items() if other is not None}
         self.scales = tuple(scales[readers.get(layer, layer)] for layer in range(len(scales)))
         self._parts = {layer: of.parts for layer, of in model.attentions.items()}
-        self._layers = {
-            layer: self._views(model.layers[layer].attention, place)
-            for layer, (group, place) in enumerate(groups.layers)
-            if (group, place) != NO_PAGES
-        }
-        self._scales_of_layer = {
-            layer: self._scale_views(model.layers[layer].attention, groups.layers[layer][1])
-            for layer in (self._layers if token_scales is not None else ())
-        }
+        self._layers, self._token_scales = dict[int, _Views](), dict[int, _Views]()
+        for layer, (group, place) in enumerate(groups.layers):
+            if (group, place) == NO_PAGES:
+                continue
+            attention = model.layers[layer].attention
+            self._layers[layer] = self._views(attention, place)
+            if token_scales is not None:
+                shape = (attention.num_kv_heads, page_size)
+                self._token_scales[layer] = _keys_and_values(token_scales, place, shape)
 
-    def _views(self, attention: AttentionSpec, place: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _views(self, attention: AttentionSpec, place: int) -> _Views:
         shape = (self.page_size, attention.num_kv_heads, attention.head_dim)
         if isinstance(attention, LatentSpec):  # a key, whose first features are the value
             size = prod(shape)
             k = self.pool[:, place * size :][:, :size].unflatten(1, shape)
             return k, k[..., : attention.latent]
-        size = prod(shape)
-        k, v = self.pool[:, 2 * place * size :][:, : 2 * size].split(size, dim=1)
-        return k.unflatten(1, shape), v.unflatten(1, shape)
-
-    def _scale_views(
-        self, attention: AttentionSpec, place: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self._token_scales is not None
-        shape = (attention.num_kv_heads, self.page_size)
-        size = prod(shape)
-        k, v = self._token_scales[:, 2 * place * size :][:, : 2 * size].split(size, dim=1)
-        return k.unflatten(1, shape), v.unflatten(1, shape)
+        return _keys_and_values(self.pool, place, shape)
 
     @property
     def is_rounded(self) -> bool:
@@ -91,7 +83,7 @@ class KVCache:
     def token_scales(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Scales of one layer's keys and of its values in int8, views float32 `[pages, kv_heads,
         page_size]`; None where the layer's keys are not in int8."""
-        return self._scales_of_layer.get(layer)
+        return self._token_scales.get(layer)
 
     def clear(self, layer: int, pages: torch.Tensor) -> None:
         """Set the layer's part of these pages to 0. pages: int64 `[n]`."""
@@ -140,6 +132,15 @@ class KVCache:
                 numbers = numbers.view(kept.dtype).to(self.dtype) * self.scales[layer][i]
             found.append(numbers)
         return found[0], found[1]
+
+
+def _keys_and_values(pool: torch.Tensor, place: int, shape: tuple[int, ...]) -> _Views:
+    """Views of what a page has at a place for keys, and behind it for values. pool: `[pages, n]` ->
+    each `[pages, *shape]`.
+    """
+    size = prod(shape)
+    k, v = pool[:, 2 * place * size :][:, : 2 * size].split(size, dim=1)
+    return k.unflatten(1, shape), v.unflatten(1, shape)
 
 
 def _plain(pages: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -89,7 +90,8 @@ class Driver:
                     cache.pool[pages] = float("nan")
                 else:
                     cache.pool[pages] = 127
-                    cache._token_scales[pages] = float("nan")
+                    for each in chain(*cache._token_scales.values()):
+                        each[pages] = float("nan")
         self.free_pages += pages
 
     def load(self, slot: int, layout: SlabLayout, slab: bytes, first: int) -> CopyOver:

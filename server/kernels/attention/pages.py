@@ -8,11 +8,10 @@ import triton
 import triton.language as tl
 
 from loraplex.server.kernels.attention.scores import ScoreRule
+from loraplex.server.kernels.linear.round_rows import whole, within_fp8
 
-_FP8_MOST = tl.constexpr(448.0)
+# What the largest number of a head becomes.
 _INT8_MOST = tl.constexpr(127.0)
-# Added and taken away again, it rounds a small float32 to a whole number, halves to even.
-_WHOLE = tl.constexpr(1.5 * 2**23)
 _FLOAT16_MOST = tl.constexpr(65504.0)
 # Four int8 as float16: 0x6400 | byte is 1024 + byte.
 _WIDEN = tl.constexpr("""{
@@ -155,7 +154,7 @@ def as_stored(x: tl.tensor, factor: tl.tensor, pages_ptr: tl.tensor) -> Any:
     """New keys or values in the pages' dtype; the largest that FP8 has in place of larger ones."""
     dtype: tl.constexpr = pages_ptr.dtype.element_ty
     if dtype == tl.float8e4nv:
-        x = tl.minimum(tl.maximum(x.to(tl.float32) * factor, -_FP8_MOST), _FP8_MOST)
+        x = within_fp8(x.to(tl.float32) * factor)
     return x.to(dtype)
 
 
@@ -198,4 +197,4 @@ def head_scales(first: tl.tensor, second: tl.tensor) -> Any:
 @triton.jit
 def as_whole(x: tl.tensor, scales: tl.tensor) -> Any:
     """Keys or values in int8, by `head_scales`; halves go to even."""
-    return ((x.to(tl.float32) / scales + _WHOLE) - _WHOLE).to(tl.int8)
+    return whole(x.to(tl.float32) / scales).to(tl.int8)

@@ -62,7 +62,7 @@ def rope_append_lora(
     before it, but that the sum is not rounded before the rotation. For tiles of more than 16 rows.
     positions, slots: of all tokens; k and v of one at -1 are left out. qkv: in the adapters' dtype.
     One kernel. Raises ValueError on a mismatch, and for a norm over all heads or of values, fewer
-    parts than q, k and v and pages in FP8, before which LoRA must be expanded.
+    parts than q, k and v and pages of eight bits, before which LoRA must be expanded.
     """
     if norm_switch(norm) > 1 or cache.parts < 3:
         raise ValueError("a norm over all heads or of values, and fewer parts, need the sum")

@@ -101,12 +101,21 @@ def store_rounded(
         tl.store(scales_ptr + row, scale)
         x = x / scale
     n = first + tl.arange(0, BLOCK)
-    if IS_INT:
-        x = tl.minimum(tl.maximum((x + _WHOLE) - _WHOLE, -128.0), 127.0)
-    else:
-        x = tl.minimum(tl.maximum(x, -_FP8_MOST), _FP8_MOST)
+    x = tl.minimum(tl.maximum(whole(x), -128.0), 127.0) if IS_INT else within_fp8(x)
     numbers = x.to(numbers_ptr.dtype.element_ty)
     tl.store(numbers_ptr + row * FEATURES + n, numbers, mask=n < FEATURES)
+
+
+@triton.jit
+def whole(x: tl.tensor) -> Any:
+    """A small float32, rounded to a whole number, halves to even."""
+    return (x + _WHOLE) - _WHOLE
+
+
+@triton.jit
+def within_fp8(x: tl.tensor) -> Any:
+    """float32, with the largest that FP8 has in place of larger ones."""
+    return tl.minimum(tl.maximum(x, -_FP8_MOST), _FP8_MOST)
 
 
 @triton.jit

@@ -41,24 +41,45 @@ class ChoiceRule(NamedTuple):
         """Whether experts are chosen by other numbers than logits."""
         return self.correction is not None or self.groups[0] != self.groups[1]
 
-    def constants(self) -> dict[str, Any]:
-        """Parameters of kernels that are known when they are compiled."""
+    @property
+    def form(self) -> "_RuleForm":
+        """What kernels know of the rule when they are compiled."""
         shared = self.by_scores or self.floor > 0 or self.added > 0
-        return {
-            "OF_CHOSEN": self.of_chosen,
-            "ROUNDED": None if self.rounded is None else _DTYPES[self.rounded],
-            "SIGMOID": self.sigmoid,
-            "SHARED": shared and not self.sigmoid,
-            "FLOOR": self.floor,
-            "ADDED": self.added,
-            "FACTOR": self.factor,
-            "GROUPS": self.groups[0],
-            "OF_GROUP": self.of_group,
-            "BEST": self.groups[1],
-            "BY_SCORES": self.by_scores,
-            "CORRECTED": self.correction is not None,
-            "SCALED": self.scales is not None,
-        }
+        return _RuleForm(
+            self.of_chosen,
+            None if self.rounded is None else _DTYPES[self.rounded],
+            self.sigmoid,
+            shared and not self.sigmoid,
+            self.floor,
+            self.added,
+            self.factor,
+            *self.groups,
+            self.of_group,
+            self.by_scores,
+            self.correction is not None,
+            self.scales is not None,
+        )
+
+
+class _RuleForm(NamedTuple):
+    """Constants of a kernel, as of ChoiceRule. groups, best: how many there are, and of how many
+    experts are chosen. shared: scores are divided by their sum. corrected, scaled: whether the rule
+    has such numbers.
+    """
+
+    of_chosen: bool
+    rounded: Any
+    sigmoid: bool
+    shared: bool
+    floor: float
+    added: float
+    factor: float
+    groups: int
+    best: int
+    of_group: int
+    by_scores: bool
+    corrected: bool
+    scaled: bool
 
 
 def assign_experts(
@@ -102,7 +123,7 @@ def assign_experts(
         BLOCK_E=triton.next_power_of_2(experts),
         BLOCK_K=block_k,
         BLOCK_TILES=triton.next_power_of_2(most),
-        **rule.constants(),
+        RULE=rule.form,
         PDL=programmatic_launch,
         num_warps=min(8, max(1, block_t * block_k // 16)),
         launch_pdl=programmatic_launch,
@@ -131,7 +152,7 @@ def choose_experts(
             TOP_K=top_k,
             BLOCK_E=triton.next_power_of_2(experts),
             BLOCK_K=triton.next_power_of_2(top_k),
-            **rule.constants(),
+            RULE=rule.form,
             PDL=programmatic_launch,
             num_warps=1,
             launch_pdl=programmatic_launch,
@@ -150,33 +171,15 @@ def _choose_kernel(
     TOP_K: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    OF_CHOSEN: tl.constexpr,
-    ROUNDED: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    SHARED: tl.constexpr,
-    FLOOR: tl.constexpr,
-    ADDED: tl.constexpr,
-    FACTOR: tl.constexpr,
-    GROUPS: tl.constexpr,
-    OF_GROUP: tl.constexpr,
-    BEST: tl.constexpr,
-    BY_SCORES: tl.constexpr,
-    CORRECTED: tl.constexpr,
-    SCALED: tl.constexpr,
+    RULE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """A program takes a token."""
     follow(PDL)
     token = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
-    scores, keys = _scores(
-        logits_ptr, correction_ptr, token,
-        EXPERTS, BLOCK_E, SIGMOID, SHARED, GROUPS, OF_GROUP, BEST, BY_SCORES, CORRECTED,
-    )  # fmt: skip
+    scores, keys = _scores(logits_ptr, correction_ptr, token, EXPERTS, BLOCK_E, RULE)
     chosen, weights = _chosen(scores, keys, TOP_K, BLOCK_E, BLOCK_K)
-    weights = _weighed(
-        weights, scores, chosen, scales_ptr,
-        TOP_K, BLOCK_K, OF_CHOSEN, ROUNDED, SIGMOID, FLOOR, ADDED, FACTOR, SCALED,
-    )  # fmt: skip
+    weights = _weighed(weights, scores, chosen, scales_ptr, TOP_K, BLOCK_K, RULE)
     k = tl.arange(0, BLOCK_K)[None, :]
     at = token[:, None] * TOP_K + k
     tl.store(chosen_ptr + at, chosen, mask=k < TOP_K)
@@ -201,34 +204,16 @@ def _assign_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
-    OF_CHOSEN: tl.constexpr,
-    ROUNDED: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    SHARED: tl.constexpr,
-    FLOOR: tl.constexpr,
-    ADDED: tl.constexpr,
-    FACTOR: tl.constexpr,
-    GROUPS: tl.constexpr,
-    OF_GROUP: tl.constexpr,
-    BEST: tl.constexpr,
-    BY_SCORES: tl.constexpr,
-    CORRECTED: tl.constexpr,
-    SCALED: tl.constexpr,
+    RULE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """One program takes all tokens. A row's place is the number of rows before it."""
     follow(PDL)
     token, k = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)[None, :]
     there = tl.minimum(token, tokens - 1)
-    scores, keys = _scores(
-        logits_ptr, correction_ptr, there,
-        EXPERTS, BLOCK_E, SIGMOID, SHARED, GROUPS, OF_GROUP, BEST, BY_SCORES, CORRECTED,
-    )  # fmt: skip
+    scores, keys = _scores(logits_ptr, correction_ptr, there, EXPERTS, BLOCK_E, RULE)
     chosen, weights = _chosen(scores, keys, TOP_K, BLOCK_E, BLOCK_K)
-    weights = _weighed(
-        weights, scores, chosen, scales_ptr,
-        TOP_K, BLOCK_K, OF_CHOSEN, ROUNDED, SIGMOID, FLOOR, ADDED, FACTOR, SCALED,
-    )  # fmt: skip
+    weights = _weighed(weights, scores, chosen, scales_ptr, TOP_K, BLOCK_K, RULE)
     row = token[:, None] * TOP_K + k
     live = (token < tokens)[:, None] & (k < TOP_K)
     tl.store(chosen_ptr + row, chosen, mask=live)
@@ -262,35 +247,29 @@ def _scores(
     token: tl.tensor,
     EXPERTS: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    SHARED: tl.constexpr,
-    GROUPS: tl.constexpr,
-    OF_GROUP: tl.constexpr,
-    BEST: tl.constexpr,
-    BY_SCORES: tl.constexpr,
-    CORRECTED: tl.constexpr,
+    RULE: tl.constexpr,
 ) -> tuple[Any, Any]:
     """token: `[T]` -> scores and by what experts are chosen, float32 `[T, BLOCK_E]`. A softmax is
-    divided by its sum only if SHARED says so."""
+    divided by its sum only if the rule says so."""
     e = tl.arange(0, BLOCK_E)[None, :]
     at = logits_ptr + token[:, None] * EXPERTS + e
     logits = tl.load(at, mask=e < EXPERTS, other=0.0).to(tl.float32)
     # What is not a number is below all numbers, what is chosen or not there below that.
     keys = _numbers(logits, e, EXPERTS)
-    if SIGMOID:
+    if RULE.sigmoid:
         scores = 1.0 / (1.0 + tl.exp2(keys * -1.4426950408889634))
     else:
         top = tl.max(keys, axis=1)
         scores = tl.exp2((keys - top[:, None]) * 1.4426950408889634)
-    if SHARED:
+    if RULE.shared:
         scores = scores / tl.sum(scores, axis=1)[:, None]
-    if BY_SCORES:
+    if RULE.by_scores:
         keys = scores
-        if CORRECTED:
+        if RULE.corrected:
             keys += tl.load(correction_ptr + e, mask=e < EXPERTS, other=0.0)
         keys = _numbers(keys, e, EXPERTS)
-    if BEST < GROUPS:
-        keys = _of_groups(keys, e, EXPERTS // GROUPS, GROUPS, OF_GROUP, BEST, BLOCK_E)
+    if RULE.best < RULE.groups:
+        keys = _of_groups(keys, e, EXPERTS // RULE.groups, BLOCK_E, RULE)
     return scores, keys
 
 
@@ -305,17 +284,17 @@ def _of_groups(
     keys: tl.tensor,
     e: tl.tensor,
     SIZE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    OF_GROUP: tl.constexpr,
-    BEST: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    RULE: tl.constexpr,
 ) -> Any:
     """Keys `[T, BLOCK_E]` of the best groups of SIZE experts; of others minus infinity."""
+    GROUPS: tl.constexpr = RULE.groups
+    BEST: tl.constexpr = RULE.best
     sums = tl.where((e < GROUPS) & (keys == keys), 0.0, float("-inf"))  # a column for each group
     for i in tl.static_range(GROUPS):
         mine = tl.where(e // SIZE == i, keys, float("-inf"))
         first = tl.max(mine, axis=1)
-        if OF_GROUP == 2:
+        if RULE.of_group == 2:
             place = tl.min(tl.where(mine == first[:, None], e, BLOCK_E), axis=1)
             first += tl.max(tl.where(e == place[:, None], float("-inf"), mine), axis=1)
         sums = tl.where(e == i, first[:, None], sums)
@@ -360,24 +339,18 @@ def _weighed(
     scales_ptr: tl.tensor,
     TOP_K: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    OF_CHOSEN: tl.constexpr,
-    ROUNDED: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    FLOOR: tl.constexpr,
-    ADDED: tl.constexpr,
-    FACTOR: tl.constexpr,
-    SCALED: tl.constexpr,
+    RULE: tl.constexpr,
 ) -> Any:
     """Weights of the chosen, float32 `[T, BLOCK_K]`. weights: their scores."""
-    if OF_CHOSEN:
-        total = tl.maximum(tl.sum(weights, axis=1), FLOOR) + ADDED
+    if RULE.of_chosen:
+        total = tl.maximum(tl.sum(weights, axis=1), RULE.floor) + RULE.added
         weights = weights / total[:, None]
-    elif not SIGMOID:
+    elif not RULE.sigmoid:
         weights = weights / tl.sum(scores, axis=1)[:, None]
-    weights *= FACTOR
-    if ROUNDED is not None:
-        weights = weights.to(ROUNDED).to(tl.float32)
-    if SCALED:
+    weights *= RULE.factor
+    if RULE.rounded is not None:
+        weights = weights.to(RULE.rounded).to(tl.float32)
+    if RULE.scaled:
         k = tl.arange(0, BLOCK_K)[None, :]
         weights *= tl.load(scales_ptr + chosen, mask=k < TOP_K, other=0.0)
     return weights

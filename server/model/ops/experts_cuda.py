@@ -1,7 +1,6 @@
 """Experts of a layer by the GPU's kernels."""
 
 import torch
-from torch.nn import functional
 
 from loraplex.server.kernels.launch.configs import KernelConfigs
 from loraplex.server.kernels.moe.choose import ChoiceRule, assign_experts
@@ -11,7 +10,6 @@ from loraplex.server.kernels.moe.row_lora import MOST_ROWS, activated_row_lora, 
 from loraplex.server.kernels.moe.row_product import row_product, rows_are_few
 from loraplex.server.kernels.moe.tiles import ExpertTiles
 from loraplex.server.kernels.pointwise.gated import ExpertActivation, gated
-from loraplex.server.model.linear.dense import DenseLinear
 from loraplex.server.model.linear.experts import ExpertsLinear, MoeWeights
 from loraplex.server.model.lora.lora import AdapterTable
 from loraplex.server.model.lora.sites import BranchSites, Site
@@ -108,9 +106,9 @@ def choice_rule(weights: MoeWeights, dtype: torch.dtype) -> ChoiceRule:
     """The rule of a layer's router. dtype: of the model."""
     spec = weights.spec
     return ChoiceRule(
-        of_chosen=spec.rule == "top_k_softmax" or spec.rule.endswith("normed"),
+        of_chosen=spec.rule == "top_k_softmax" or spec.is_normed,
         rounded=None if spec.wide_weights else dtype,
-        sigmoid=spec.rule.startswith("sigmoid"),
+        sigmoid=spec.by_sigmoid,
         floor=spec.norm_floor,
         added=spec.norm_added,
         factor=spec.factor,
@@ -119,10 +117,3 @@ def choice_rule(weights: MoeWeights, dtype: torch.dtype) -> ChoiceRule:
         correction=weights.correction,
         scales=weights.scales,
     )
-
-
-def wide_logits(x: torch.Tensor, router: DenseLinear) -> torch.Tensor:
-    """A router's logits in float32. x: `[tokens, hidden]` -> `[tokens, experts]`."""
-    if not x.is_cuda:
-        return functional.linear(x.float(), router.weight.float())
-    return torch.mm(x, router.weight.T, out_dtype=torch.float32)

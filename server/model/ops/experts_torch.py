@@ -1,12 +1,11 @@
 """Experts of a layer in plain torch: the router's choice, and one product for each expert."""
 
 import torch
-from torch.nn import functional
 
 from loraplex.server.model.linear.experts import MoeWeights
 from loraplex.server.model.lora.lora import LoraBatch
 from loraplex.server.model.lora.sites import BranchSites, Site
-from loraplex.server.model.ops.pointwise import activated
+from loraplex.server.model.ops.pointwise import activated, wide_logits
 from loraplex.server.model.spec.moe_spec import (
     SWIGLU_ALPHA,
     SWIGLU_LIMIT,
@@ -58,10 +57,7 @@ def routed(
     top_k]`, and their weights, the largest first. site: of the router.
     """
     spec, router = weights.spec, weights.router
-    if spec.wide_router:
-        logits = functional.linear(x.float(), router.weight.float())
-    else:
-        logits = router.run(x)
+    logits = wide_logits(x, router) if spec.wide_router else router.run(x)
     if lora is not None:
         lora.add(site, x, logits)
     if spec.rule == "top_k_softmax":
@@ -70,10 +66,10 @@ def routed(
     if spec.rule == "sparse_mixer":
         return _mixed(logits, spec)
     wide = logits.float()
-    scores = wide.sigmoid() if spec.rule.startswith("sigmoid") else wide.softmax(-1)
+    scores = wide.sigmoid() if spec.by_sigmoid else wide.softmax(-1)
     chosen = _choose(scores, weights).topk(spec.top_k).indices
     shares = scores.gather(-1, chosen)
-    if spec.rule.endswith("normed"):
+    if spec.is_normed:
         summed = shares.sum(-1, keepdim=True).clamp(min=spec.norm_floor)
         shares = shares / (summed + spec.norm_added)
     if spec.factor != 1.0:

@@ -39,7 +39,7 @@ from loraplex.server.model.ops import pointwise, states_cuda
 from loraplex.server.model.ops.attention_cuda import NOTHING, Attention, PagedAttention
 from loraplex.server.model.ops.cache_pages import cache_pages
 from loraplex.server.model.ops.device_lora import DeviceLora, LoraBatches
-from loraplex.server.model.ops.experts_cuda import Experts, wide_logits
+from loraplex.server.model.ops.experts_cuda import Experts
 from loraplex.server.model.ops.latents_cuda import AbsorbedProducts
 from loraplex.server.model.ops.lora_linear import (
     ByExperts,
@@ -54,7 +54,7 @@ from loraplex.server.model.ops.lora_linear import (
 )
 from loraplex.server.model.ops.lora_strategy import NONE_SUMMED, Consumers, SummedSites
 from loraplex.server.model.ops.ops import KVCache, StepLayout
-from loraplex.server.model.ops.pointwise import layer_norm, without_gate
+from loraplex.server.model.ops.pointwise import layer_norm, wide_logits, without_gate
 from loraplex.server.model.ops.products import Products
 from loraplex.server.model.ops.rope import cos_sin, inverse_frequencies
 from loraplex.server.model.ops.row_states import RowStates

@@ -3,6 +3,7 @@
 import torch
 from torch.nn import functional
 
+from loraplex.server.model.linear.dense import DenseLinear
 from loraplex.server.model.spec.model_spec import Activation, AttentionSpec
 from loraplex.server.model.weights import LayerNorm, RmsNorm
 
@@ -75,3 +76,10 @@ def xielu(x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     curved = torch.where(wide > 0, positive * wide * wide, below)
     found: torch.Tensor = (curved + slope * wide).to(x.dtype)
     return found
+
+
+def wide_logits(x: torch.Tensor, router: DenseLinear) -> torch.Tensor:
+    """A router's logits in float32. x: `[tokens, hidden]` -> `[tokens, experts]`."""
+    if not x.is_cuda:
+        return functional.linear(x.float(), router.weight.float())
+    return torch.mm(x, router.weight.T, out_dtype=torch.float32)

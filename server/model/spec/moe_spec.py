@@ -95,6 +95,16 @@ class MoeSpec(FeedForwardSpec, frozen=True):
         return self.router
 
     @property
+    def by_sigmoid(self) -> bool:
+        """Whether a score is the expert's own sigmoid, else a share of a softmax."""
+        return self.rule.startswith("sigmoid")
+
+    @property
+    def is_normed(self) -> bool:
+        """Whether weights of the chosen are divided by their sum."""
+        return self.rule.endswith("normed")
+
+    @property
     def linears(self) -> tuple[LinearSpec, ...]:
         """Products that adapters may change, in the order of their sites."""
         return self.router, *self.latent[:1], self.gate_up, self.down, *self.latent[1:]

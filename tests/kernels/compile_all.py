@@ -308,7 +308,7 @@ def attention(
 
 
 def rounded_pages(early: bool, whole: bool) -> None:
-    """What writes keys and values in FP8 or int8, and what reads them."""
+    """Kernels that write keys and values in FP8 or int8, and those that read them."""
     k, v = torch.zeros(2, 4, 16, 2, 64).to(torch.int8 if whole else torch.float8_e4m3fn)
     scales = torch.zeros(2, 4, 2, 16) if whole else (None, None)
     pages = CachePages(k, v, 0.5, 0.25, *scales)
@@ -338,7 +338,7 @@ def prompts(capability: int) -> None:
 
 
 def latents(capability: int) -> None:
-    """Of few heads and of many; of decodes, of prompts, and LoRA of what is absorbed."""
+    """Attention to latents with few heads and many: decodes, prompts, and LoRA that is absorbed."""
     early, table = capability >= 90, LoraTable(2, 8, CPU)
     places, page_table = torch.zeros(4, dtype=torch.int64), torch.zeros(4, 4, dtype=torch.int64)
     layout = WorkLayout((None,), 4)
@@ -362,7 +362,7 @@ def latents(capability: int) -> None:
 
 
 def whole_texts() -> None:
-    """Of padded head sizes, with and without a window and a soft cap; with biases."""
+    """Attention of whole texts with padded head sizes, with a window, a soft cap and biases."""
     tiles, biases = torch.zeros(4, 3, dtype=torch.int32), torch.zeros(8, 15)
     for head_dim in (32, 64, 96, 256):
         qkv = torch.zeros(8, 12, head_dim, dtype=DTYPE)

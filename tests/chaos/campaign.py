@@ -44,6 +44,11 @@ class Report:
     def problems(self) -> list[str]:
         return [f"{a.name}: {a.detail}" for a in self.answers if a.result in ("wrong", "failed")]
 
+    def felt(self) -> bool:
+        """Whether any client waited longer than for a token, or lost its connection."""
+        waits = [self._longest(done) for done in self.faults]
+        return max(waits, default=0.0) > 0.2 or self.count("broken") > 0
+
     def pauses(self, fault: str) -> list[float]:
         """The longest pause that any stream had in each fault of this kind, in seconds."""
         return [self._longest(done) for done in self.faults if done.fault == fault]

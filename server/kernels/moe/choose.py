@@ -43,7 +43,7 @@ class ChoiceRule(NamedTuple):
 
     @property
     def form(self) -> "_RuleForm":
-        """What kernels know of the rule when they are compiled."""
+        """The part of the rule that kernels are compiled for."""
         shared = self.by_scores or self.floor > 0 or self.added > 0
         return _RuleForm(
             self.of_chosen,

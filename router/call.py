@@ -53,6 +53,7 @@ Cause = Literal[
     "unsupported",  # understood, and not served
     "unknown_parameter",  # a field that nobody knows
     "context_length",  # prompt and output do not fit the model
+    "invalid_image",  # a picture that cannot be read, or fetched
     "template_error",  # the chat template cannot render these messages
     "unauthorized",  # no key, or a wrong one
     "forbidden",  # this caller may not

@@ -53,6 +53,7 @@ _TABLE: dict[Cause, _Row] = {
     "unsupported": _Row(400, _INVALID, "unsupported_parameter", "validation", 422),
     "unknown_parameter": _Row(400, _INVALID, "unknown_parameter", "validation", 422),
     "context_length": _Row(400, _INVALID, "context_length_exceeded", "validation", 422),
+    "invalid_image": _Row(400, _INVALID, "invalid_image", "validation", 422),
     "template_error": _Row(400, _INVALID, "template_error", "template_error", 422),
     "unauthorized": _Row(401, "authentication_error", "invalid_api_key", "unauthorized"),
     "forbidden": _Row(403, "permission_error", "forbidden", "forbidden"),
@@ -122,6 +123,7 @@ _OF_ADAPTER: dict[AdapterErrorCode, Cause] = {
 }
 _OF_ENGINE: dict[ErrorCode, Cause] = {
     "invalid_request": "invalid",
+    "invalid_image": "invalid_image",
     "bad_grammar": "invalid",
     "context_length": "context_length",
     "adapter_unavailable": "unavailable",

@@ -44,6 +44,7 @@ from loraplex.server.protocol.generation import (
     VectorParams,
     acting,
 )
+from loraplex.server.protocol.pictures import Grid, PictureSpan, VisionCard
 from loraplex.server.protocol.workers import (
     PROTOCOL_VERSION,
     AdapterPlace,
@@ -76,6 +77,7 @@ __all__ = [
     "Finish",
     "GenerateRequest",
     "Gift",
+    "Grid",
     "Inspect",
     "LoadStage",
     "MAX_FRAME_BYTES",
@@ -85,6 +87,7 @@ __all__ = [
     "OrderAction",
     "PROTOCOL_VERSION",
     "PairForm",
+    "PictureSpan",
     "Pooling",
     "TextPooling",
     "RouterFrame",
@@ -98,6 +101,7 @@ __all__ = [
     "VectorForm",
     "VectorKind",
     "VectorParams",
+    "VisionCard",
     "WorkerFrame",
     "WorkerHello",
     "WorkerPicture",

@@ -4,6 +4,8 @@ from typing import Literal
 
 import msgspec
 
+from loraplex.server.protocol.pictures import PictureSpan
+
 
 class NamesOnce(msgspec.Struct, frozen=True, array_like=True):
     """JSON in whose objects each name stands once, though its grammar lets names come again. The
@@ -81,6 +83,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
 Finish = Literal["stop", "length", "abort", "error"]
 ErrorCode = Literal[
     "invalid_request",  # a value that the engine cannot take (an id out of range, …)
+    "invalid_image",  # a picture that cannot be read, or is not what its header says
     "bad_grammar",  # `grammar` cannot be compiled, or not within the engine's limits
     "context_length",  # prompt and max_tokens do not fit
     "adapter_unavailable",  # the adapter could not be brought to the device
@@ -131,6 +134,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, tag="gr"):
     vocab_size: of its adapter, where that has ids behind the base's; else None.
     tenant: an opaque word for whose the sequence is, by which work takes turns; "" = nobody's.
     adapter_scale: multiplies all that the adapter adds; only for an adapter of LoRA alone.
+    pictures: in the order of the prompt; their placeholders do not overlap.
     """
 
     request_id: str
@@ -150,6 +154,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, tag="gr"):
     vocab_size: int | None = None
     tenant: str = ""
     adapter_scale: float = 1.0
+    pictures: tuple[PictureSpan, ...] = ()
 
     @property
     def acting(self) -> str | None:

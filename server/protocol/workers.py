@@ -9,6 +9,7 @@ from loraplex.adapters.classes import ClassForm as ClassForm
 from loraplex.adapters.classes import OwnClasses
 from loraplex.server.protocol.adapters import TierState
 from loraplex.server.protocol.generation import Pooling, TextPooling
+from loraplex.server.protocol.pictures import VisionCard
 
 # What a model gives: the last are scores of documents.
 Gift = Literal["text", "vectors", "classes", "fits"]
@@ -165,7 +166,8 @@ class ModelCard(msgspec.Struct, frozen=True):
     never drawn. remarks: on advice that is not followed. weights: how they are quantised, "" = not.
     writes: whether it gives text. vectors, classes, pairs: how it gives those; None = it does not.
     pad_token_id: see `ClassForm`. score_pooling: what score heads read of a text. token_types: 2 =
-    the model marks which tokens are of a pair's second text.
+    the model marks which tokens are of a pair's second text. vision: the way of pictures to its
+    tokens; None = it reads none.
     """
 
     base_digest: str
@@ -195,6 +197,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     pad_token_id: int | None = None
     score_pooling: Pooling = "last"
     token_types: int = 1
+    vision: VisionCard | None = None
 
     def with_head(self, own: OwnClasses) -> "ModelCard":
         """The card of the model under an adapter with a score head of its own: a classifier."""

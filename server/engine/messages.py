@@ -77,6 +77,30 @@ class EvictAdapter(msgspec.Struct, frozen=True, array_like=True, tag="ea"):
     digest: str
 
 
+class EncodePicture(msgspec.Struct, frozen=True, array_like=True, tag="ep"):
+    """A picture's patches are in shared memory. It answers PicturesWanted, and is answered by one
+    PictureTaken.
+
+    picture: SHA-256 of its file, hexadecimal. grid: patches by (time, height, width). segment: the
+    name of a file in `/dev/shm` that holds float32 `[rows, columns]`, in the order in which
+    transformers' processor of the base gives `pixel_values`.
+    """
+
+    picture: str
+    grid: tuple[int, int, int]
+    segment: str
+    rows: int
+    columns: int
+
+
+class PictureFailed(msgspec.Struct, frozen=True, array_like=True, tag="pf"):
+    """Answers PicturesWanted: there are no patches. Sequences that wait for the picture end in
+    `invalid_image` with this message."""
+
+    picture: str
+    message: str
+
+
 class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="sd"):
     """Finish nothing more and leave."""
 
@@ -156,6 +180,23 @@ class AdapterSettled(msgspec.Struct, frozen=True, array_like=True, tag="at"):
     """A preload or an eviction is over. error: why it was not carried out."""
 
     order: int
+    error: str | None = None
+
+
+class PicturesWanted(msgspec.Struct, frozen=True, array_like=True, tag="pw"):
+    """The sequence waits for these pictures' patches. Those that the device holds or that are
+    coming are not among them; another sequence may have asked for the same ones."""
+
+    key: int
+    pictures: tuple[str, ...]
+
+
+class PictureTaken(msgspec.Struct, frozen=True, array_like=True, tag="pt"):
+    """The segment of an EncodePicture is not read any more. error: why the device has not got the
+    picture; the sequences that wait for it end."""
+
+    picture: str
+    segment: str
     error: str | None = None
 
 
@@ -241,6 +282,8 @@ ToEngine = (
     | PreloadAdapter
     | WithdrawPreload
     | EvictAdapter
+    | EncodePicture
+    | PictureFailed
     | Shutdown
 )
 FromEngine = (
@@ -251,6 +294,8 @@ FromEngine = (
     | AdapterPlaced
     | SlabReleased
     | AdapterSettled
+    | PicturesWanted
+    | PictureTaken
     | StepOutput
     | Alive
 )

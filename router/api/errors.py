@@ -125,7 +125,6 @@ _OF_ENGINE: dict[ErrorCode, Cause] = {
     "invalid_request": "invalid",
     "invalid_image": "invalid_image",
     "bad_grammar": "invalid",
-    "invalid_image": "invalid",
     "context_length": "context_length",
     "adapter_unavailable": "unavailable",
     "out_of_memory": "unavailable",

@@ -85,7 +85,6 @@ ErrorCode = Literal[
     "invalid_request",  # a value that the engine cannot take (an id out of range, …)
     "invalid_image",  # a picture that cannot be read, or is not what its header says
     "bad_grammar",  # `grammar` cannot be compiled, or not within the engine's limits
-    "invalid_image",  # a picture that cannot be read, or is not what its header says
     "context_length",  # prompt and max_tokens do not fit
     "adapter_unavailable",  # the adapter could not be brought to the device
     "out_of_memory",

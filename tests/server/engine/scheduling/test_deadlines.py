@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.server.engine.scheduling.scheduler import Deadlines
+from loraplex.server.engine.scheduling.waits import Deadlines
 from tests.server.engine.harness import Harness, make_request
 
 

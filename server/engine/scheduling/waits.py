@@ -1,0 +1,93 @@
+"""What sequences wait for beside pages and adapters: rows, constraints, their deadlines. Pure."""
+
+import heapq
+
+from loraplex.server.constraints.wishes import ConstraintWish
+from loraplex.server.engine.scheduling.sequence import Sequence, State
+
+# Most sequences end before their deadline. The heap keeps at most this many of them.
+_LEFTOVERS = 1000
+
+
+class SequenceRows:
+    """Rows that sequences take and give back. free: nobody's. freed: given back since the last
+    step, which still has to learn of it.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.free = list(range(count - 1, -1, -1))
+        self.freed: list[int] = []
+
+    def give_back(self, row: int) -> None:
+        self.free.append(row)
+        self.freed.append(row)
+
+
+class GrammarWaits:
+    """The sequences in state NEEDS_GRAMMAR."""
+
+    def __init__(self) -> None:
+        self._wishes: list[ConstraintWish] = []
+        self._parked: dict[int, Sequence] = {}
+        self._abandoned: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._parked)
+
+    def park(self, sequence: Sequence) -> None:
+        sequence.move(State.NEEDS_GRAMMAR)
+        request = sequence.request
+        self._parked[sequence.key] = sequence
+        wish = ConstraintWish(
+            sequence.key,
+            request.sampling,
+            request.accepted_ids,
+            request.vocab_size,
+            request.tenant,
+            sequence.is_background,
+        )
+        self._wishes.append(wish)
+
+    def unpark(self, key: int) -> Sequence | None:
+        """Remove and return the sequence; None if it has ended."""
+        return self._parked.pop(key, None)
+
+    def abandon(self, key: int) -> None:
+        """The sequence ends; its constraint may not have been made."""
+        if self._parked.pop(key, None) is not None:
+            self._abandoned.append(key)
+
+    def take_abandoned(self) -> list[int]:
+        """Takes the keys of sequences that ended before their constraint was made. Each is returned
+        once.
+        """
+        abandoned, self._abandoned = self._abandoned, []
+        return abandoned
+
+    def take_wishes(self) -> list[ConstraintWish]:
+        """Wishes since the last call, without those of sequences that have ended."""
+        wishes, self._wishes = self._wishes, []
+        return [wish for wish in wishes if wish.key in self._parked]
+
+
+class Deadlines:
+    def __init__(self) -> None:
+        self._by_key: dict[int, float] = {}
+        self._heap: list[tuple[float, int]] = []  # some sequences in it have ended
+
+    def add(self, key: int, deadline: float) -> None:
+        self._by_key[key] = deadline
+        heapq.heappush(self._heap, (deadline, key))
+        if len(self._heap) > 2 * len(self._by_key) + _LEFTOVERS:
+            self._heap = [(at, key) for key, at in self._by_key.items()]
+            heapq.heapify(self._heap)
+
+    def discard(self, key: int) -> None:
+        """The sequence is over. It need not have a deadline."""
+        self._by_key.pop(key, None)
+
+    def next(self) -> tuple[float, int] | None:
+        """The earliest deadline and the key of its sequence."""
+        while self._heap and self._by_key.get(self._heap[0][1]) != self._heap[0][0]:
+            heapq.heappop(self._heap)
+        return self._heap[0] if self._heap else None

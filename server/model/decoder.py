@@ -11,6 +11,7 @@ from loraplex.server.model.latent_weights import LatentWeights
 from loraplex.server.model.linear.experts import MoeWeights
 from loraplex.server.model.lora.sites import BranchSites, Sites
 from loraplex.server.model.ops.ops import Ops, Positioned
+from loraplex.server.model.ops.pointwise import layer_normed_heads
 from loraplex.server.model.spec.model_spec import ModelSpec, StepSpec
 from loraplex.server.model.weights import (
     AttentionWeights,
@@ -198,6 +199,9 @@ class Decoder(Generic[P, L, Y]):
         layer, weights = self.mixers[number].layer, self.mixers[number].weights
         if isinstance(weights, AttentionWeights):
             qkv, *gates = products
+            if weights.qk_layer_norm is not None:
+                whole = self.ops.complete(qkv)
+                qkv = self.ops.completed(layer_normed_heads(whole, weights.qk_layer_norm))
             mixed = self.ops.attend(plan, layer, qkv, weights.qk_norm, weights.sinks)
             return self.ops.let_through(mixed, gates[0]) if gates else mixed
         if isinstance(weights, LatentWeights):

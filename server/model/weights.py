@@ -67,7 +67,8 @@ INT8_SCALES = KvScales(v=2.0**-6)
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
     """Weights of an attention. qk_norm: `[heads + kv_heads, head_dim]`, one row a head of q, then
-    of k, if it has some. sinks: float32 `[heads]`. kv_scales: those that the checkpoint has."""
+    of k, if it has some. qk_layer_norm: the same of LayerNorms, in place of qk_norm. sinks: float32
+    `[heads]`. kv_scales: those that the checkpoint has."""
 
     qkv: Linear
     o: Linear
@@ -75,6 +76,7 @@ class AttentionWeights:
     sinks: torch.Tensor | None = None
     kv_scales: KvScales = KvScales()
     gate: Linear | None = None
+    qk_layer_norm: LayerNorm | None = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -345,10 +347,11 @@ def _load_branch(source: WeightSource, spec: Branch, index: int) -> BranchWeight
             return AttentionWeights(
                 source.linear(spec.qkv, index),
                 source.linear(spec.o, index),
-                _qk_norm(source, spec, index),
+                None if spec.has_layer_norms else _qk_norm(source, spec, index),
                 _sinks(source, spec, index),
                 KvScales(*(source.kv_scale(path, of) for of in "kv")),
                 None if spec.gate is None else source.linear(spec.gate, index),
+                _qk_layer_norm(source, spec, index) if spec.has_layer_norms else None,
             )
         case MlpSpec():
             gate_up, down = source.linear(spec.gate_up, index), source.linear(spec.down, index)
@@ -394,13 +397,27 @@ def _chooser(source: WeightSource, spec: LinearSpec, index: int) -> DenseLinear:
     return DenseLinear(source.get(f"{path}.weight"), bias)
 
 
-def _qk_norm(source: WeightSource, spec: AttentionSpec, index: int) -> torch.Tensor | None:
-    weights = [
-        source.heads(_norm(source, norm, index).weight.view(-1, spec.head_dim).expand(heads, -1))
+def _qk_norm(
+    source: WeightSource, spec: AttentionSpec, index: int, part: str = "weight"
+) -> torch.Tensor | None:
+    """A tensor of the norms of q and k, `[heads + kv_heads, head_dim]`. part: of their tensors."""
+    loaded = (
+        (getattr(_norm(source, norm, index), part), heads)
         for norm, heads in ((spec.q_norm, spec.num_heads), (spec.k_norm, spec.num_kv_heads))
         if norm is not None
+    )
+    of_heads = [
+        source.heads(tensor.view(-1, spec.head_dim).expand(heads, -1))
+        for tensor, heads in loaded
+        if tensor is not None
     ]
-    return torch.cat(weights) if weights else None
+    return torch.cat(of_heads) if of_heads else None
+
+
+def _qk_layer_norm(source: WeightSource, spec: AttentionSpec, index: int) -> LayerNorm:
+    weight, bias = (_qk_norm(source, spec, index, part) for part in ("weight", "bias"))
+    assert weight is not None
+    return LayerNorm(weight, bias, spec.qk_epsilon)
 
 
 def _sinks(source: WeightSource, spec: AttentionSpec, index: int) -> torch.Tensor | None:

@@ -64,7 +64,7 @@ _POSITIONS: dict[int, tuple[str, ...]] = {
         *("internlm3", "minicpm3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text"),
         *("qwen3_5_text", "qwen3_moe", "qwen3_next", "smollm3"),
     ),
-    16384: ("afmoe",),
+    16384: ("afmoe", "persimmon"),
     65536: ("apertus", "olmo_hybrid"),
     131072: (
         *("cwm", "ernie4_5", "ernie4_5_moe", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt_oss"),
@@ -327,6 +327,26 @@ def attention(
         q_norm=q_norm,
         k_norm=k_norm,
     )
+
+
+def with_layer_norms(
+    of: AttentionSpec, sizes: ModelSizes, name: str = "layernorm", *, own: bool = False
+) -> AttentionSpec:
+    """Return the attention with LayerNorms of q and k, whose modules end so. own: each head has a
+    weight of its own, and no bias, in place of both for all heads.
+    """
+    q_norm, k_norm = (
+        NormSpec(
+            f"self_attn.{part}_{name}",
+            sizes.head_dim,
+            sizes.epsilon,
+            kind="layer",
+            bias=not own,
+            heads=heads if own else 0,
+        )
+        for part, heads in (("q", sizes.heads), ("k", sizes.kv_heads))
+    )
+    return msgspec.structs.replace(of, q_norm=q_norm, k_norm=k_norm)
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:

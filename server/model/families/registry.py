@@ -133,6 +133,7 @@ FAMILIES: dict[str, Family] = {
     "olmo3": Family("Olmo3ForCausalLM", olmo.read_olmo3),
     "olmo_hybrid": Family("OlmoHybridForCausalLM", olmo_hybrid.read),
     "opt": Family("OPTForCausalLM", gpt2.read_opt),
+    "persimmon": Family("PersimmonForCausalLM", gpt.read_persimmon),
     "phi": Family("PhiForCausalLM", phi.read_phi),
     "phimoe": Family("PhimoeForCausalLM", routed.read_phimoe, others=("PhiMoEForCausalLM",)),
     "phi3": Family("Phi3ForCausalLM", phi.read_phi3),

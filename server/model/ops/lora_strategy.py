@@ -127,12 +127,12 @@ class Consumers:
     """Reasons that keep a model's consumers from a part of LoRA.
 
     whole: sites of one module, of whose output the consumer takes parts: kernels finish LoRA by the
-    ranks of each part; sites whose activation no kernel computes; queries with gates; and sites of
-    branches that are summed with others. summed: LoRA is complete before devices sum. sums_first:
-    the rotation expands nothing, since norms of values, or of q and k over all heads, need the sum
-    before, since it would write to a cache of another dtype, or since there are no pages. fused:
-    linears of few tokens have a kernel with LoRA in it; quantised ones end before A x would be
-    there.
+    ranks of each part; sites whose activation no kernel computes; queries with gates, bounds or
+    LayerNorms; and sites of branches that are summed with others. summed: LoRA is complete before
+    devices sum. sums_first: the rotation expands nothing, since norms of values, or of q and k over
+    all heads, need the sum before, since it would write to a cache of another dtype, or since there
+    are no pages. fused: linears of few tokens have a kernel with LoRA in it; quantised ones end
+    before A x would be there.
     """
 
     whole: frozenset[Role] = frozenset()
@@ -147,7 +147,7 @@ class Consumers:
         feeds = [branch for branch in branches if isinstance(branch, FeedForwardSpec)]
         takes_parts = {of.qkv for of in attentions} | {of.gate_up for of in feeds}
         whole = {linear.role for linear in takes_parts if len(linear.parts) == 1}
-        whole |= {of.qkv.role for of in attentions if of.is_gated or of.clip}
+        whole |= {of.qkv.role for of in attentions if of.is_gated or of.clip or of.has_layer_norms}
         whole |= {
             branch.gate_up.role
             for branch in branches

@@ -13,6 +13,16 @@ def layer_norm(x: torch.Tensor, norm: LayerNorm) -> torch.Tensor:
     return functional.layer_norm(x, (x.shape[-1],), norm.weight, norm.bias, norm.epsilon)
 
 
+def layer_normed_heads(qkv: torch.Tensor, norm: LayerNorm) -> torch.Tensor:
+    """Norm each head of q and k. qkv: `[tokens, features]`, of q first, then of k; norm: weights
+    `[heads, head_dim]` of these heads -> the same shape."""
+    count, size = norm.weight.shape
+    heads = qkv.view(len(qkv), -1, size)
+    normed = functional.layer_norm(heads[:, :count], (size,), eps=norm.epsilon) * norm.weight
+    normed = normed if norm.bias is None else normed + norm.bias
+    return torch.cat((normed, heads[:, count:]), dim=1).flatten(1)
+
+
 def rms_norm(x: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
     """RMS norm over the last dimension, in float32: `[..., features]` -> the same."""
     wide = x.float()

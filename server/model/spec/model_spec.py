@@ -36,15 +36,16 @@ class AttentionSpec(msgspec.Struct, frozen=True):
     """Attention between the products `qkv` and `o`. scale: of `q k^T`. rope: None = positions do
     not turn q and k. window: a token sees that many latest tokens, itself included; None = all.
     softcap: scores become `softcap * tanh(score / softcap)`. q_norm, k_norm: before the rotation,
-    over each head or, where their size says so, all heads together; both or none. q_scale: of
-    rotated q. norms_rotated: these norms come behind the rotation. sinks: each head has a further
-    score beside those of the tokens, which gives no value. is_gated: q's module has for each head
-    the query, then a gate, whose sigmoid the head's result is multiplied with. gate: a module of
-    such gates, for each feature of the heads; None = none. norms_values: each value has a norm
-    as each key, without a weight. keys_are_values: `qkv` has no v; values are keys before their
-    norm. keys_of: the number of an earlier layer, whose keys and values this one reads: `qkv` is q
-    alone, and `k_norm` None; None = its own. clip: bounds of q, k and v as the product gives them;
-    0 = none. slopes: ALiBi's, as of `ScoreRule`, one a head, beside no sinks; () = none."""
+    over each head or, where their size says so, all heads together; both or none; LayerNorms are
+    over each head, before the rotation. q_scale: of rotated q. norms_rotated: these norms come
+    behind the rotation. sinks: each head has a further score beside those of the tokens, which
+    gives no value. is_gated: q's module has for each head the query, then a gate, whose sigmoid the
+    head's result is multiplied with. gate: a module of such gates, for each feature of the heads;
+    None = none. norms_values: each value has a norm as each key, without a weight. keys_are_values:
+    `qkv` has no v; values are keys before their norm. keys_of: the number of an earlier layer,
+    whose keys and values this one reads: `qkv` is q alone, and `k_norm` None; None = its own. clip:
+    bounds of q, k and v as the product gives them; 0 = none. slopes: ALiBi's, as of `ScoreRule`,
+    one a head, beside no sinks; () = none."""
 
     qkv: LinearSpec
     o: LinearSpec
@@ -87,6 +88,11 @@ class AttentionSpec(msgspec.Struct, frozen=True):
     def qk_epsilon(self) -> float:
         """Epsilon of the norms of q and k; 0 without them."""
         return 0.0 if self.q_norm is None else self.q_norm.epsilon
+
+    @property
+    def has_layer_norms(self) -> bool:
+        """Whether the norms of q and k are LayerNorms."""
+        return self.q_norm is not None and self.q_norm.kind == "layer"
 
     @property
     def norms_all_heads(self) -> bool:

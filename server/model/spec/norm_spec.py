@@ -13,7 +13,8 @@ class NormSpec(msgspec.Struct, frozen=True):
     """A norm over `size` features. path: its module. offset: added to the stored weight at load, as
     Gemma stores the weight less one. kind: by the root of the mean square, or LayerNorm, which
     takes the mean away before. bias: of a LayerNorm. has_weight: False = of a LayerNorm without.
-    factor: of the stored weight. name: of its tensor in the module."""
+    factor: of the stored weight. name: of its tensor in the module. heads: of a norm over each head
+    whose weight is each head's own; 0 = all features share one."""
 
     path: str
     size: int
@@ -24,10 +25,12 @@ class NormSpec(msgspec.Struct, frozen=True):
     has_weight: bool = True
     factor: float = 1.0
     name: str = "weight"
+    heads: int = 0
 
     def tensors(self) -> Tensors:
         """Names and shapes of what the checkpoint holds."""
         if self.has_weight:
-            yield f"{self.path}.{self.name}", (self.size,)
+            shape = (self.heads, self.size) if self.heads else (self.size,)
+            yield f"{self.path}.{self.name}", shape
         if self.bias:
             yield f"{self.path}.bias", (self.size,)

@@ -35,7 +35,7 @@ WITHOUT_READER = {
     *("flint", "fuyu", "gemma4_assistant", "gpt_neox_japanese"),
     *("granite_swa", "granitemoe_swa", "hy_v3", "hyperclovax", "iquestcoder", "jais2"),
     *("kolibri1", "mellum", "mimo_v2_flash", "nanochat", "modernbert-decoder"),
-    *("persimmon", "sarvam_moe", "solar_open"),
+    *("sarvam_moe", "solar_open"),
 }
 
 # Of another type: whatever else they say, that is the reason.

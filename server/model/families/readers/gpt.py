@@ -1,4 +1,4 @@
-"""GPT-J, GPT-NeoX and their kin: LayerNorm, an MLP without gate, names of their own. Pure."""
+"""GPT-J, GPT-NeoX, Persimmon and kin: LayerNorm, an MLP without gate, names of their own. Pure."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +21,7 @@ from loraplex.server.model.spec.model_spec import (
     StepSpec,
 )
 
-_GPTJ_EOS, _NEOX_EOS, _FALCON_EOS = 50256, 2, 11
+_GPTJ_EOS, _NEOX_EOS, _FALCON_EOS, _PERSIMMON_EOS = 50256, 2, 11, 2
 _NEOX_ROPE = RopeRules(partial=0.25)
 _GPTJ_THETA, _GPTJ_TURNED = 10_000.0, 64
 GPT2_KEYS = {
@@ -54,6 +54,7 @@ _NEOX_NAMES = family.LayerNames(
 FALCON_NAMES = _NEOX_NAMES._replace(
     qkv=("self_attention.query_key_value",), o="self_attention.dense"
 )
+_PERSIMMON_NAMES = _NEOX_NAMES._replace(qkv=("self_attn.query_key_value",), o="self_attn.dense")
 
 
 def read_gptj(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
@@ -110,6 +111,27 @@ def read_gpt_neox(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
         fields, generation, sizes, [layer] * sizes.layers, max_context, _NEOX_EOS
     )
     return replace(model, stored_names=_NEOX_TENSORS)
+
+
+def read_persimmon(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+    """Persimmon: q and k have LayerNorms, and half of each head turns."""
+    fields = fields.changed(hidden_act=fields.config.get("hidden_act", "relu2"))
+    sizes = read_sizes(fields, None, "layer_norm_eps")
+    rope, max_context = read_rope(fields, sizes, RopeRules(partial=0.5))
+    biases = family.Biases(qkv=True, o=True, mlp=True)
+    of = family.attention(sizes, rope, biases=biases)
+    if fields.config.get("qk_layernorm", True):
+        of = family.with_layer_norms(of, sizes)
+    of, mlp = family.branches_of(sizes, of, _PERSIMMON_NAMES, biases, Groups(sizes.heads))
+    norms = (
+        family.layer_norm("input_layernorm", sizes),
+        family.layer_norm("post_attention_layernorm", sizes),
+    )
+    layer = layer_of(of, mlp, *norms, parallel=False)
+    model = family.layer_normed(
+        fields, generation, sizes, [layer] * sizes.layers, max_context, _PERSIMMON_EOS
+    )
+    return replace(model, norm=replace(model.norm, path="model.final_layernorm"))
 
 
 def read_falcon(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:

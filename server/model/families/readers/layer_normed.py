@@ -65,9 +65,11 @@ def read_stablelm(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
 
 def read_cohere(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     """Command R: attention and MLP in one step; neighbouring features turn together."""
-    fields.only("use_qk_norm", False)
     sizes = _read_cohere_sizes(fields)
-    return _cohere(fields, generation, sizes, (None,) * sizes.layers, RopeRules(theta=5e5))
+    windows = (None,) * sizes.layers
+    norms_heads = bool(fields.config.get("use_qk_norm", False))
+    rules = RopeRules(theta=5e5)
+    return _cohere(fields, generation, sizes, windows, rules, norms_heads=norms_heads)
 
 
 def read_cohere2(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
@@ -94,8 +96,10 @@ def _cohere(
     rules: RopeRules,
     *,
     turns_windowed: bool = False,
+    norms_heads: bool = False,
 ) -> ModelSpec:
-    """Make a model of parallel layers. turns_windowed: layers with a window alone turn."""
+    """Make a model of parallel layers. turns_windowed: layers with a window alone turn.
+    norms_heads: q and k have LayerNorms."""
     config = fields.config
     rope, max_context = read_rope(fields, sizes, rules)
     turned = replace(rope, interleaved=True)
@@ -105,6 +109,8 @@ def _cohere(
     for window in windows:
         own = None if turns_windowed and window is None else turned
         of = family.attention(sizes, own, window, biases)
+        if norms_heads:
+            of = family.with_layer_norms(of, sizes, "norm", own=True)
         layers.append(LayerSpec((StepSpec((of, family.mlp(sizes)), norm),)))
     fields = family.tied_where_unsaid(fields)
     model = family.layer_normed(fields, generation, sizes, layers, max_context, _COHERE_EOS)

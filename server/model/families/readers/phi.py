@@ -30,13 +30,14 @@ _EOS, _PHI3_EOS = 2, 32000
 def read_phi(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     """Phi 1 to 2: attention and an MLP without gate read one LayerNorm; the head has a bias."""
     family.refuse_other_attention(fields)
-    fields.only("qk_layernorm", False)
     sizes = family.read_sizes(
         fields, epsilon=1e-5, epsilon_key="layer_norm_eps", activation="gelu_new"
     )
     rope, max_context = read_rope(fields, sizes, _PHI)
     of = family.attention(sizes, rope, biases=family.Biases(qkv=True))
     of = replace(of, o=replace(of.o, parts=(Part("self_attn.dense", sizes.hidden),), bias=True))
+    if fields.config.get("qk_layernorm", False):
+        of = family.with_layer_norms(of, sizes)
     step = StepSpec((of, _read_mlp(fields, sizes)), family.layer_norm("input_layernorm", sizes))
     eos = family.read_eos(fields, generation, sizes, default=_EOS)
     layers = (LayerSpec((step,)),) * sizes.layers

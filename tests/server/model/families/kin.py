@@ -52,7 +52,11 @@ from transformers import (
     OlmoForCausalLM,
     OPTConfig,
     OPTForCausalLM,
+    PersimmonConfig,
+    PersimmonForCausalLM,
     Phi4MultimodalForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
     Qwen2VLForConditionalGeneration,
     Qwen3VLMoeForConditionalGeneration,
     StableLmConfig,
@@ -133,6 +137,12 @@ _FUSED = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
 _NEOX = Variant(
     GPTNeoXConfig, GPTNeoXForCausalLM, {"hidden_size": 72}, _FUSED, embedding="embed_in"
 )
+_PERSIMMON = Variant(
+    PersimmonConfig,
+    PersimmonForCausalLM,
+    {"hidden_size": 72, "partial_rotary_factor": 0.34},
+    _FUSED,
+)
 _FALCON = Variant(
     FalconConfig,
     FalconForCausalLM,
@@ -186,6 +196,7 @@ _ROWS: dict[str, Variant] = {
     ),
     "codegen": _CODEGEN,
     "cohere": of(_COHERE, attention_bias=True),
+    "cohere-norms": of(_COHERE, use_qk_norm=True),
     "cohere2": of(
         _COHERE,
         sliding_window=7,
@@ -301,6 +312,24 @@ _ROWS: dict[str, Variant] = {
     ),
     "opt": _OPT,
     "opt-plain": of(_OPT, enable_bias=False, tie_word_embeddings=False, is_adapted=False),
+    "persimmon": _PERSIMMON,
+    "persimmon-plain": of(
+        _PERSIMMON,
+        hidden_size=60,
+        num_attention_heads=6,
+        qk_layernorm=False,
+        hidden_act="gelu",
+        rope_parameters={"rope_type": "default", "rope_theta": 99.0, "partial_rotary_factor": 1.0},
+        tie_word_embeddings=True,
+        is_adapted=False,
+    ),
+    "phi-norms": Variant(
+        PhiConfig,
+        PhiForCausalLM,
+        {"partial_rotary_factor": 0.5, "qk_layernorm": True},
+        is_adapted=False,
+        targets=("q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2"),
+    ),
     "stablelm": of(_STABLELM, use_qkv_bias=True),
     "stablelm-parallel": of(
         _STABLELM,

@@ -77,6 +77,7 @@ SERVED: dict[tuple[str, str], dict[str, Any]] = {
     ("olmo2", "fa3"): {},
     ("olmo2", "fa2"): {},
     ("olmo3", "fa3"): {"hidden_size": 64, "layer_types": BOTH},
+    ("persimmon", "fa3"): {"hidden_size": 64, "partial_rotary_factor": 0.5},
     ("phi", "fa3"): {"hidden_size": 64},
     ("phi3", "fa3"): {"hidden_size": 64},
     ("phi3-long", "fa3"): {"hidden_size": 64, "original_max_position_embeddings": 6},

@@ -404,8 +404,3 @@ def test_granite_without_experts_has_the_roles_of_llama() -> None:
     roles = [linear.role for linear in read_model(config).layers[0].linears]
     shared = ["shared_gate_up", "shared_down"]
     assert roles[2:] == ["router", "experts_gate_up", "experts_down", *shared]
-
-
-def test_phi_with_norms_of_queries_is_refused() -> None:
-    with pytest.raises(ValueError, match="qk_layernorm must be false"):
-        read(model_type="phi", architectures=["PhiForCausalLM"], qk_layernorm=True)

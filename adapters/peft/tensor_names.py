@@ -166,7 +166,14 @@ NAMINGS = (
         ("self_attention.", "mlp.dense"),
         "word_embeddings",
     ),
-    Naming("a model with MPT's names", "transformer.", "", "blocks.", ("attn.", "ffn."), "wte"),
+    Naming(
+        "a model with MPT's or DBRX's names",
+        "transformer.",
+        "",
+        "blocks.",
+        ("attn.", "ffn.", "norm_attn_norm."),
+        "wte",
+    ),
     *(
         Naming(
             "a model with Nemotron-H's names", body, "", modules=("mixer.",), embedding="embeddings"

@@ -9,7 +9,7 @@ from loraplex.server.model.checkpoint.area import Area, UnpackedArea
 from loraplex.server.model.checkpoint.cuts import Cut
 from loraplex.server.model.checkpoint.mxfp4 import grouped
 from loraplex.server.model.linear.packed import GroupedWeight, joined
-from loraplex.server.model.spec.linear_spec import ExpertStorage, LinearSpec
+from loraplex.server.model.spec.linear_spec import ExpertStorage, LinearSpec, Part
 
 _Unpack = Callable[[Area], UnpackedArea]
 # Writes a device's part of a matrix, as the cut says.
@@ -80,9 +80,17 @@ class ExpertTensors:
             for matrix in self._mapped(self._stored.path):
                 parts = self._parts(matrix.T if self._stored.transposed else matrix)
                 yield [partial(_copy, part) for part in parts]
+        elif self._stored.form == "rows":
+            for matrices in zip(*map(self._of_rows, self._spec.parts), strict=True):
+                yield [partial(_copy, matrix) for matrix in matrices]
         else:
             for unpacks in self._quantised():
                 yield [partial(_dequantise, unpack) for unpack in unpacks]
+
+    def _of_rows(self, part: Part) -> Iterator[torch.Tensor]:
+        """Each expert's matrix of a part, taken from the rows of all experts."""
+        for matrix in self._mapped(part.path).chunk(self._spec.experts):
+            yield matrix.T if self._stored.transposed else matrix
 
     def _quantised(self) -> Iterator[list[_Unpack]]:
         """The parts of each expert's matrix in MXFP4."""

@@ -51,7 +51,7 @@ _POSITIONS: dict[int, tuple[str, ...]] = {
         *("dots1", "exaone4", "exaone_moe", "granite", "granitemoe", "granitemoehybrid"),
         *("granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "llama", "olmo", "olmo2"),
         *("olmo3", "phi", "codegen", "falcon", "gpt_neox", "gptj"),
-        *("bloom", "gpt_neo", "mpt", "opt"),
+        *("bloom", "dbrx", "gpt_neo", "mpt", "opt"),
     ),
     128000: ("lfm2", "lfm2_moe"),
     4096: (

@@ -14,6 +14,7 @@ from loraplex.server.model.families.head_forms import architecture_of, head_form
 from loraplex.server.model.families.readers import (
     alibi,
     bert,
+    dbrx,
     deepseek,
     exaone,
     falcon_h1,
@@ -71,6 +72,7 @@ FAMILIES: dict[str, Family] = {
     "cohere": Family("CohereForCausalLM", layer_normed.read_cohere),
     "cohere2": Family("Cohere2ForCausalLM", layer_normed.read_cohere2),
     "cwm": Family("CwmForCausalLM", mistral.read_cwm),
+    "dbrx": Family("DbrxForCausalLM", dbrx.read),
     "deepseek": Family("DeepseekForCausalLM", routed.read_deepseek),
     "deepseek_v2": Family("DeepseekV2ForCausalLM", deepseek.read_v2),
     "deepseek_v3": Family("DeepseekV3ForCausalLM", deepseek.read_v3),

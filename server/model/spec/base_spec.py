@@ -96,13 +96,12 @@ def _layers(model: ModelSpec) -> Iterator[LayerModules]:
 
 def _layer(layer: LayerSpec) -> LayerModules:
     """The matrices of a layer that adapters may change, in the order of a step. Without a path."""
+    linears = [linear for linear in layer.linears if linear.takes_lora]
     return LayerModules(
         path="",
-        modules={
-            name: shape for linear in layer.linears for name, shape in linear.modules().items()
-        },
-        sites={linear.role: linear.names for linear in layer.linears},
-        expert_weights=tuple(_expert_weight(linear) for linear in layer.linears if linear.stored),
+        modules={name: shape for linear in linears for name, shape in linear.modules().items()},
+        sites={linear.role: linear.names for linear in linears},
+        expert_weights=tuple(_expert_weight(linear) for linear in linears if linear.stored),
         aliases=dict(_aliases(layer)),
     )
 
@@ -119,6 +118,8 @@ def _aliases(layer: LayerSpec) -> Iterator[tuple[str, str]]:
     """
     for branch in layer.feed_forwards:
         if not isinstance(branch, MoeSpec) or branch.gate_up.stored is None:
+            continue
+        if not branch.gate_up.takes_lora:
             continue
         (router,) = branch.router.parts
         yield from ((alias, router.path) for alias in router.aliases)

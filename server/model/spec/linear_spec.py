@@ -8,7 +8,7 @@ import msgspec
 from loraplex.adapters.base import CHOOSERS, ModuleShape, Role, module_name
 from loraplex.adapters.sharding import UNGROUPED, Groups, Sharding, Span
 
-ExpertForm = Literal["each", "stacked", "mxfp4"]
+ExpertForm = Literal["each", "stacked", "rows", "mxfp4"]
 Tensors = Iterator[tuple[str, tuple[int, ...]]]
 
 # Features that share a scale in MXFP4, two in a byte.
@@ -46,10 +46,11 @@ class ExpertStorage(msgspec.Struct, frozen=True):
     """How a checkpoint stores one matrix of all experts of a layer.
 
     form: `each` = a tensor for each expert and part; `stacked` = one tensor, `[experts, out, in]`;
-    `mxfp4` = the same in blocks of MXFP4_BLOCK features. path: of the tensor of all experts, to
-    which `mxfp4` adds suffixes. interleaved: in such a tensor row i belongs to part i % parts; else
-    each part's rows lie together. transposed: `stacked` is `[experts, in, out]`. flips: a
-    checkpoint may have it so, where the module has not.
+    `rows` = a tensor for each part, `[experts * out, in]`, which no adapter changes; `mxfp4` = the
+    same in blocks of MXFP4_BLOCK features. path: of the tensor of all experts, to which `mxfp4`
+    adds suffixes. interleaved: in such a tensor row i belongs to part i % parts; else each part's
+    rows lie together. transposed: `stacked` is `[experts, in, out]`, `rows` is `[experts * in,
+    out]`. flips: a checkpoint may have it so, where the module has not.
     """
 
     path: str
@@ -69,6 +70,11 @@ class ExpertStorage(msgspec.Struct, frozen=True):
             for path, features in parts:
                 for expert in range(experts):
                     yield f"{path.format(expert)}.weight", (features, inputs)
+            return
+        if self.form == "rows":
+            for path, features in parts:
+                own = (inputs, features) if self.transposed else (features, inputs)
+                yield path, (experts * own[0], own[1])
             return
         if self.form == "stacked":
             inner = (inputs, outputs) if self.transposed else (outputs, inputs)
@@ -109,6 +115,11 @@ class LinearSpec(msgspec.Struct, frozen=True):
     @property
     def out_features(self) -> int:
         return sum(self.widths)
+
+    @property
+    def takes_lora(self) -> bool:
+        """Whether adapters may change it."""
+        return self.stored is None or self.stored.form != "rows"
 
     def spans_of(self, part: Part) -> tuple[Span, ...]:
         """Spans of the features that devices share: the part's outputs, or all inputs."""

@@ -31,7 +31,7 @@ TEXT = {"hidden_size": 2048, "num_hidden_layers": 24, "vocab_size": 151936}
 WITHOUT_READER = {
     *("axk1", "sarvam_mla"),
     *("apertus1p5_text", "aria_text", "beam", "bert-generation", "bitnet"),
-    *("cohere2_moe", "cohere_compass_text", "dbrx"),
+    *("cohere2_moe", "cohere_compass_text"),
     *("flint", "fuyu", "gemma4_assistant", "gpt_neox_japanese"),
     *("granite_swa", "granitemoe_swa", "hy_v3", "hyperclovax", "iquestcoder", "jais2"),
     *("kolibri1", "mellum", "mimo_v2_flash", "nanochat", "modernbert-decoder"),
@@ -52,7 +52,6 @@ OTHERS: dict[str, dict[str, Any]] = {
         "quantization_config": {"quant_method": "fp8"},
         "num_nextn_predict_layers": 1,
     },
-    "dbrx": {"architectures": ["DbrxForCausalLM"], "attn_config": {"clip_qkv": 8}},
     "zamba2": {"architectures": ["Zamba2ForCausalLM"], "mamba_d_state": 64},
 }
 

@@ -24,11 +24,6 @@ _MPT_KEYS = {
     "num_attention_heads": "n_heads",
 }
 _MPT_NAMES = family.LayerNames(("attn.Wqkv",), "attn.out_proj", "ffn.up_proj", "ffn.down_proj")
-_MPT_TENSORS = (
-    (r"^(?:transformer\.)?wte\.", "model.embed_tokens."),
-    (r"^(?:transformer\.)?blocks\.", "model.layers."),
-    (r"^(?:transformer\.)?norm_f\.", "model.norm."),
-)
 # What MPT may say, where another value would change it, and what its attention.
 _MPT_USUAL: dict[str, object] = {
     "no_bias": True,
@@ -49,7 +44,7 @@ _MPT_ATTENTION: dict[str, object] = {
 def read_bloom(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     """BLOOM: a norm of the embedding; q, k and v are one module, head by head."""
     fields.only("apply_residual_connection_post_layernorm", False)
-    fields = _of_own_names(fields, _BLOOM_KEYS)
+    fields = gpt.of_own_names(fields, _BLOOM_KEYS)
     hidden = fields.config.get("n_embed") or fields.config.get("hidden_size")
     fields = _four_times(fields, hidden, "n_inner", "gelu_pytorch_tanh", "seq_length")
     sizes = gpt.read_sizes(fields, None, "layer_norm_epsilon")
@@ -77,7 +72,7 @@ def read_mpt(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     inner = fields.changed(**said)
     for key, usual in _MPT_ATTENTION.items():
         inner.only(key, usual)
-    fields = _of_own_names(fields, _MPT_KEYS)
+    fields = gpt.of_own_names(fields, _MPT_KEYS)
     hidden = fields.config.get("hidden_size")
     fields = _four_times(fields, hidden, "ffn_hidden_size", "gelu", "max_seq_len")
     sizes = gpt.read_sizes(fields, None, "layer_norm_epsilon")
@@ -94,18 +89,7 @@ def read_mpt(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     layers = [layer] * sizes.layers
     model = family.layer_normed(fields, generation, sizes, layers, sizes.positions, None)
     last = family.layer_norm(model.norm.path, sizes, bias=False)
-    return replace(model, norm=last, stored_names=_MPT_TENSORS)
-
-
-def _of_own_names(fields: Fields, keys: Mapping[str, str]) -> Fields:
-    """Return fields with the usual names of keys, which may have either name. keys: the type's own,
-    by the usual ones."""
-    config = fields.config
-    for usual, own in keys.items():
-        if None not in (config.get(own), config.get(usual)):
-            fields.only(own, config[usual])
-    found = {usual: config.get(own, config.get(usual)) for usual, own in keys.items()}
-    return fields.changed(**found)
+    return replace(model, norm=last, stored_names=gpt.MPT_TENSORS)
 
 
 def _four_times(

@@ -42,7 +42,11 @@ FALCON_TENSORS = (
     (r"^(?:transformer\.)?word_embeddings\.", "model.embed_tokens."),
     *renamed.OF_GPT2,
 )
-
+MPT_TENSORS = (
+    (r"^(?:transformer\.)?wte\.", "model.embed_tokens."),
+    (r"^(?:transformer\.)?blocks\.", "model.layers."),
+    (r"^(?:transformer\.)?norm_f\.", "model.norm."),
+)
 
 _GPTJ_NAMES = family.LayerNames(
     ("attn.q_proj", "attn.k_proj", "attn.v_proj"), "attn.out_proj", "mlp.fc_in", "mlp.fc_out"
@@ -196,6 +200,17 @@ def with_usual_keys(
         intermediate_size=_inner(config.get(inner), found.config.get("hidden_size")),
         hidden_act=config.get("activation_function", activation),
     )
+
+
+def of_own_names(fields: Fields, keys: Mapping[str, str]) -> Fields:
+    """Return fields with the usual names of keys, which may have either name. keys: the type's own,
+    by the usual ones."""
+    config = fields.config
+    for usual, own in keys.items():
+        if None not in (config.get(own), config.get(usual)):
+            fields.only(own, config[usual])
+    found = {usual: config.get(own, config.get(usual)) for usual, own in keys.items()}
+    return fields.changed(**found)
 
 
 def _inner(said: object, hidden: object) -> object:

@@ -6,6 +6,8 @@ from typing import Any
 from transformers import (
     AfmoeConfig,
     AfmoeForCausalLM,
+    DbrxConfig,
+    DbrxForCausalLM,
     Dots1Config,
     Dots1ForCausalLM,
     Ernie4_5_MoeConfig,
@@ -106,6 +108,20 @@ _EXAONE = Variant(
     others=on_experts,
     beside=_SHARED,
 )
+_DBRX = Variant(
+    DbrxConfig,
+    DbrxForCausalLM,
+    {
+        **EXPERTS,
+        "d_model": 60,  # which the experts take before the usual name is read
+        "hidden_size": 60,
+        "num_attention_heads": 6,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.9, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 40, "moe_num_experts": 5, "moe_top_k": 3},
+    },
+    ("attn.Wqkv", "attn.out_proj", "layer"),
+    embedding="wte",
+)
 _PHIMOE = Variant(
     PhimoeConfig,
     PhimoeForCausalLM,
@@ -161,6 +177,18 @@ _ROWS: dict[str, Variant] = {
         _ATTENTION,
         others=partial(on_experts, router="router.gate"),
         beside=("self_attn.gate_proj", *SEVEN[4:], *_SHARED),
+    ),
+    "dbrx": _DBRX,
+    "dbrx-plain": of(
+        _DBRX,
+        attn_config={"kv_n_heads": 6, "clip_qkv": 99.0, "rope_theta": 1e4},
+        ffn_config={
+            "ffn_hidden_size": 24,
+            "moe_num_experts": 4,
+            "moe_top_k": 2,
+            "moe_normalize_expert_weights": None,
+        },
+        is_adapted=False,
     ),
     "dots1": of(_DOTS, attention_bias=True, sliding_window=7, max_window_layers=1),
     "dots1-dense-first": of(

@@ -7,6 +7,7 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
+from loraplex.adapters.errors import AdapterError
 from tests.server.model.driver import Driver, Stream, generate
 from tests.server.model.families.parity import GREEDY, assert_parity, prompt
 from tests.server.model.hub_models import add_adapter, make_model, save_model
@@ -58,3 +59,14 @@ def test_adapters_on_the_head_under_its_older_name(tmp_path: Path) -> None:
     save_file(renamed, weights)
     written.write_text(written.read_text().replace("lm_head", "embed_out"))
     assert pack_folder(folder, base)[1] == expected
+
+
+def test_adapters_on_the_experts_of_dbrx_are_refused_by_name(tmp_path: Path) -> None:
+    config = LoraConfig(r=3, target_modules=["Wqkv"], target_parameters=["mlp.w1"])
+    model = add_adapter(make_model("dbrx"), "one", config, 1)
+    model.save_pretrained(tmp_path, selected_adapters=["one"])
+    with pytest.raises(AdapterError) as caught:
+        pack_folder(tmp_path / "one", spec_of(model))
+    said = {each.message for each in caught.value.violations}
+    assert "target_parameters: the base model has no weight 'mlp.w1' that is served" in said
+    assert any("no module transformer.blocks.0.ffn.experts.mlp" in each for each in said)

@@ -57,6 +57,7 @@ SERVED: dict[tuple[str, str], dict[str, Any]] = {
     ("deepseek-v3-halves", "fa2"): {**LATENT, "first_k_dense_replace": 1},
     ("minicpm3", "fa2"): {**LATENT},
     ("mistral4", "fa3"): {**LATENT, "qk_nope_head_dim": 16},
+    ("dbrx", "fa3"): {"d_model": 64, "hidden_size": 64, "num_attention_heads": 4},
     ("glm4", "fa3"): {"head_dim": 16},
     ("gpt-oss", "fa3"): {"head_dim": 16, "layer_types": BOTH},
     ("bloom", "fa3"): {"hidden_size": 64, "num_attention_heads": 4},

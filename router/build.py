@@ -38,6 +38,7 @@ from loraplex.router.operations.admin import AdapterAdmin
 from loraplex.router.operations.compat_metrics import COMPAT_PREFIX, CompatMetrics
 from loraplex.router.operations.declarations import Declarations, DeclarationWatch
 from loraplex.router.operations.declared_check import DeclaredCheck
+from loraplex.router.operations.feedback import Feedback
 from loraplex.router.operations.file_watch import AdaptersFile
 from loraplex.router.operations.fleet_watch import FleetWatch
 from loraplex.router.operations.folder_watch import WatchedFolders
@@ -138,6 +139,7 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
         admin=admin,
         rollouts=rollouts,
         keeper=_keeper(ground, rollouts),
+        feedback=Feedback(ground.sharing.store, ground.catalog.rules.aliases, ground.metrics),
         declarations=declarations,
         connections=_connections(ground, admin, dispatcher),
         tokeniser=tokeniser,

@@ -18,6 +18,7 @@ from loraplex.router.names.catalog import Catalog
 from loraplex.router.operations.admin import AdapterAdmin
 from loraplex.router.operations.declarations import Declarations
 from loraplex.router.operations.declared_check import DeclaredCheck
+from loraplex.router.operations.feedback import Feedback
 from loraplex.router.operations.fleet_watch import FleetWatch
 from loraplex.router.operations.orphaned_unloads import OrphanedUnloads
 from loraplex.router.operations.rollout_keeper import RolloutKeeper
@@ -51,6 +52,7 @@ class Service:
     admin: AdapterAdmin
     rollouts: Rollouts
     keeper: RolloutKeeper
+    feedback: Feedback
     declarations: Declarations
     fleet: Fleet
     connections: Connections
@@ -107,6 +109,7 @@ class Service:
             watch_loop_lag(self.metrics.loop_lag_s.observe),
             self.catalog.rules.aliases.run(),
             self.keeper.run(),
+            self.feedback.run(),
             self.orphaned_unloads.run(),
             self.declarations.run(),
         ]

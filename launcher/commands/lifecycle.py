@@ -48,6 +48,8 @@ GUARDS: dict[str, Callable[[str], float]] = {
     "min_requests": int,
     "max_error_increase": _finite,
     "max_latency_ratio": _finite,
+    "max_score_drop": _finite,
+    "score_error": _finite,
 }
 _COLUMNS = (
     *("NAME", "TENANT", "STATE", "PINNED", "DIGEST"),

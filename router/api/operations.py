@@ -47,6 +47,7 @@ from loraplex.router.api.admin.keys import (
 from loraplex.router.api.admin.uploads import UPLOAD_QUERY, AdapterFiles, Uploaded
 from loraplex.router.api.cohere_chat import CohereChat, CohereChatBody, CohereEvent
 from loraplex.router.api.errors import Dialect, dialect_of_path
+from loraplex.router.api.feedback import FeedbackBody, FeedbackObject
 from loraplex.router.api.files_and_batches import (
     BatchList,
     BatchObject,
@@ -269,6 +270,10 @@ _FILES = (
     _keyed(_BATCH, "One of them", BatchObject),
     Operation(f"{_BATCH}/cancel", "post", "End it early", answers=(BatchObject,), key=True),
 )
+_FEEDBACK = msgspec.structs.replace(
+    _post("/v1/feedback", "Say how good an answer was", FeedbackBody, FeedbackObject),
+    in_batches=False,
+)
 _RESPONSE = "/v1/responses/{id}"
 _RESPONSES = (
     _keyed(_RESPONSE, "A stored answer", ResponseObject),
@@ -403,6 +408,7 @@ OPERATIONS: tuple[Operation, ...] = (
     _keyed("/v1/models", "The base and registered adapters", ModelList),
     _keyed("/v1/models/{name}", "One of them", ModelObject),
     *_FILES,
+    _FEEDBACK,
     *_KEYS,
     *_LIFECYCLE,
     Operation(

@@ -191,7 +191,14 @@ function measuredText(measured) {
   const texts = [plural(measured.requests, "request")];
   if (measured.requests) texts.push(`${percent(measured.failed / measured.requests)} failed`);
   if (measured.first_token_p95_s !== null) texts.push(`p95 ${seconds(measured.first_token_p95_s)}`);
+  if (measured.scores) texts.push(scoresText(measured.scores));
   return ` · ${texts.join(" · ")}`;
+}
+
+function scoresText({ count, mean, old_count, old_mean, p }) {
+  const score = (n, value) => (n ? `${value.toFixed(2)} of ${n}` : "none");
+  const said = `score ${score(count, mean)}, old ${score(old_count, old_mean)}`;
+  return p === null || p > 0.5 ? said : `${said} (p ${p.toPrecision(1)})`;
 }
 
 function verdictText(guards, version, i, measured) {
@@ -209,6 +216,8 @@ function guardsText(guards, alone) {
   const limits = [];
   if (guards.max_error_increase !== null) limits.push(`${percent(guards.max_error_increase)} more failures`);
   if (guards.max_latency_ratio !== null) limits.push(`${digits(guards.max_latency_ratio)} × the latency`);
+  const drop = guards.max_score_drop;
+  const scores = drop === null ? "" : ` At any time: at a lower mean score${drop ? `, by more than ${drop.toFixed(2)}` : ""}.`;
   const said = limits.length ? `Goes back at ${limits.join(" or ")}, in ${plural(guards.window_s, "second")}.` : "Nothing is judged.";
-  return alone ? `${said} Without Redis: counted by this router alone.` : said;
+  return alone ? `${said} Without Redis: counted by this router alone.` : said + scores;
 }

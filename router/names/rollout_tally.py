@@ -6,10 +6,12 @@ Of its own it keeps books in memory, too, for as long as the store is away.
 
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Literal
 
 from loraplex.router.names.registration import Registration
 from loraplex.router.policy.guards import GuardSample, Measured, breach, bucket_of
-from loraplex.router.policy.rollout import MAX_WINDOW_S
+from loraplex.router.policy.rollout import MAX_WINDOW_S, Rollout
+from loraplex.router.policy.score_test import NO_SCORES, ScorePair, Scores
 from loraplex.router.shared.store import Store, StoreDown
 
 SLICE_S = 10
@@ -21,11 +23,16 @@ _MAX_CLOSED = 1 << 12
 _MAX_OWN = 1 << 12
 _MAX_UNREPORTED = 1 << 12
 _OTHER = "other"
+# Scores count for as long as a version is judged.
+_SCORES_TTL_S = 30 * 86400.0
+_SCORE_UNITS = 10_000
 
 # Counter of a book -> how much.
 _Counts = Counter[str]
 # `RolloutTally.read` or `read_own`.
 Read = Callable[[str, str, int, int], Awaitable[Measured]]
+# `RolloutTally.scores` or `no_scores`.
+ReadScores = Callable[[Rollout], Awaitable[Mapping[str, ScorePair]]]
 
 
 class Outcomes:
@@ -33,6 +40,7 @@ class Outcomes:
 
     def __init__(self) -> None:
         self._seen: dict[str, _Counts] = {}
+        self._scored: dict[str, _Counts] = {}
 
     def add(self, rollout: str, digest: str, outcome: GuardSample) -> None:
         names = ["requests"]
@@ -44,9 +52,37 @@ class Outcomes:
             names.append(f"token:{bucket_of(outcome.token_s)}")
         self._seen.setdefault(rollout, Counter()).update(f"{digest}:{name}" for name in names)
 
+    def add_score(
+        self, registration: Registration, digest: str, at: float, score: float
+    ) -> Literal["old", "new"] | None:
+        """Counts a score in [0, 1] of a request with this content. at: when it began, Unix seconds.
+
+        A score of the old version counts beside each version that was judged then. Returns whose
+        it is; None = it counts for nothing.
+        """
+        rollout = registration.rollout
+        if rollout is None:
+            return None
+        whose: Literal["old", "new"] = "old" if digest == registration.digest else "new"
+        counts: _Counts = Counter()
+        for version in rollout.versions:
+            is_judged = version.live and at >= version.since
+            if is_judged and (whose == "old" or digest == version.digest):
+                book = f"{version.digest}:{version.since}:{whose}"
+                counts.update({f"{book}:count": 1, f"{book}:total": round(score * _SCORE_UNITS)})
+        if not counts:
+            return None
+        self._scored.setdefault(rollout.id, Counter()).update(counts)
+        return whose
+
     def take(self) -> dict[str, _Counts]:
         """Returns the outcomes by rollout, and begins anew."""
         taken, self._seen = self._seen, {}
+        return taken
+
+    def take_scores(self) -> dict[str, _Counts]:
+        """Returns the scores by rollout, and begins anew."""
+        taken, self._scored = self._scored, {}
         return taken
 
 
@@ -60,6 +96,7 @@ class RolloutTally:
         self._closed: dict[tuple[str, int], Mapping[str, int]] = {}
         self._own: dict[tuple[str, int], _Counts] = {}
         self._unreported: dict[str, _Counts] = {}
+        self._unreported_scores: dict[str, _Counts] = {}
 
     async def flush(self) -> None:
         """Writes outcomes to the store. Raises StoreDown; what was not written is kept for the next
@@ -67,15 +104,29 @@ class RolloutTally:
         """
         span = int(self._clock()) // SLICE_S
         self._take(span)
-        while self._unreported:
-            rollout = next(iter(self._unreported))
-            counts = self._unreported.pop(rollout)
+        await self._write(self._unreported, lambda rollout: _book(rollout, span), _TTL_S)
+        await self._write(self._unreported_scores, _score_book, _SCORES_TTL_S)
+
+    async def _write(
+        self, unreported: dict[str, _Counts], book_of: Callable[[str], str], ttl_s: float
+    ) -> None:
+        while unreported:
+            rollout = next(iter(unreported))
+            counts = unreported.pop(rollout)
             try:
                 groups = dict.fromkeys(counts, _OTHER)
-                await self._store.count(_book(rollout, span), counts, groups, _TTL_S)
+                await self._store.count(book_of(rollout), counts, groups, ttl_s)
             except StoreDown:
-                self._unreported.setdefault(rollout, Counter()).update(counts)
+                unreported.setdefault(rollout, Counter()).update(counts)
                 raise
+
+    async def scores(self, rollout: Rollout) -> Mapping[str, ScorePair]:
+        """Scores of the versions with a share, by digest, over all routers and all their time.
+
+        Raises StoreDown.
+        """
+        book = await self._store.counts(_score_book(rollout.id))
+        return {v.digest: _pair(book, v.digest, v.since) for v in rollout.versions if v.live}
 
     async def read(self, rollout: str, digest: str, window_s: int, since: int) -> Measured:
         """Measurements of the last `window_s` seconds, only of whole spans after `since`.
@@ -105,6 +156,10 @@ class RolloutTally:
             self._own.setdefault((rollout, span), Counter()).update(counts)
             if rollout in self._unreported or len(self._unreported) < _MAX_UNREPORTED:
                 self._unreported.setdefault(rollout, Counter()).update(counts)
+        for rollout, counts in self._outcomes.take_scores().items():
+            known = self._unreported_scores
+            if rollout in known or len(known) < _MAX_UNREPORTED:
+                known.setdefault(rollout, Counter()).update(counts)
         while self._own:
             oldest = next(iter(self._own))
             if len(self._own) <= _MAX_OWN and oldest[1] >= span - MAX_WINDOW_S // SLICE_S:
@@ -123,25 +178,45 @@ class RolloutTally:
         return counts
 
 
-async def breaches(registration: Registration, read: Read) -> AsyncIterator[tuple[str, str]]:
+async def no_scores(rollout: Rollout) -> Mapping[str, ScorePair]:
+    """Scores where the store is away: a router alone has not those of all."""
+    return {version.digest: NO_SCORES for version in rollout.versions if version.live}
+
+
+async def breaches(
+    registration: Registration, read: Read, scores: ReadScores
+) -> AsyncIterator[tuple[str, str]]:
     """Versions with a share that must go back by their guards: digest, and why. Raises what `read`
-    does."""
+    and `scores` do."""
     rollout, old_digest = registration.rollout, registration.digest
     if rollout is None or rollout.guards is None or old_digest is None:
         return
     window_s = rollout.guards.window_s
+    pairs = await scores(rollout)
     for version in rollout.versions:
         if not version.live:
             continue
         new = await read(rollout.id, version.digest, window_s, version.since)
         old = await read(rollout.id, old_digest, window_s, version.since)
-        why = breach(rollout.guards, old, new)
+        why = breach(rollout.guards, old, new, pairs[version.digest])
         if why is not None:
             yield version.digest, why
 
 
 def _book(rollout: str, span: int) -> str:
     return f"rollout:{rollout}:{span}"
+
+
+def _score_book(rollout: str) -> str:
+    return f"scores:{rollout}"
+
+
+def _pair(book: Mapping[str, int], digest: str, since: int) -> ScorePair:
+    def scores(whose: str) -> Scores:
+        name = f"{digest}:{since}:{whose}"
+        return Scores(book.get(f"{name}:count", 0), book.get(f"{name}:total", 0) / _SCORE_UNITS)
+
+    return ScorePair(scores("old"), scores("new"))
 
 
 def _add(measured: Measured, digest: str, counts: Mapping[str, int]) -> None:

@@ -15,7 +15,13 @@ from loraplex.adapters.errors import AdapterError
 from loraplex.router.names.aliases import Aliases
 from loraplex.router.names.owned_name import OwnedName
 from loraplex.router.names.registration import Registration
-from loraplex.router.names.rollout_tally import Read, RolloutTally, breaches
+from loraplex.router.names.rollout_tally import (
+    Read,
+    ReadScores,
+    RolloutTally,
+    breaches,
+    no_scores,
+)
 from loraplex.router.operations.rollouts import GUARD, Rollouts
 from loraplex.router.policy.guards import Measurements, Verdict, judged
 from loraplex.router.policy.rollout import Guards, Rollout
@@ -54,7 +60,7 @@ class LoneGuard:
 
     async def judge(self, rolling: Iterable[Registration]) -> None:
         for registration in rolling:
-            async for digest, why in breaches(registration, self._tally.read_own):
+            async for digest, why in breaches(registration, self._tally.read_own, no_scores):
                 note = f"{why}; counted by one router, without Redis"
                 assert registration.rollout is not None
                 self._take_back(registration.key, registration.rollout, digest, note)
@@ -162,25 +168,29 @@ class RolloutKeeper:
     async def measured(self, registration: Registration) -> Measurements:
         """Measurements in the guards' window; by this router alone while there is no Redis."""
         try:
-            return await self._measured(registration, self._tally.read)
+            return await self._measured(registration, self._tally.read, self._tally.scores)
         except StoreDown:
-            own = await self._measured(registration, self._tally.read_own)
+            own = await self._measured(registration, self._tally.read_own, no_scores)
             return msgspec.structs.replace(own, of_all=False)
 
-    async def _measured(self, registration: Registration, read: Read) -> Measurements:
+    async def _measured(
+        self, registration: Registration, read: Read, read_scores: ReadScores
+    ) -> Measurements:
         rollout, digest = registration.rollout, registration.digest or ""
         if rollout is None:
             return Measurements({}, {})
         window_s = (rollout.guards or Guards()).window_s
         versions = {digest: await read(rollout.id, digest, window_s, 0)}
         verdicts: dict[str, Verdict] = {}
+        scores = await read_scores(rollout)
         for version in rollout.versions:
             new = await read(rollout.id, version.digest, window_s, version.since)
             versions[version.digest] = new
             if rollout.guards is not None and version.live:
                 old = await read(rollout.id, digest, window_s, version.since)
-                verdicts[version.digest] = judged(rollout.guards, old, new)
-        return Measurements(versions, verdicts)
+                pair = scores[version.digest]
+                verdicts[version.digest] = judged(rollout.guards, old, new, pair)
+        return Measurements(versions, verdicts, scores=scores)
 
     def _rolling(self) -> list[Registration]:
         return [r for r in self._aliases.all() if r.rollout is not None and r.state == "ready"]
@@ -207,7 +217,7 @@ class RolloutKeeper:
             await asyncio.sleep(_RETRY_S)
 
     async def _judge(self, registration: Registration) -> None:
-        async for digest, why in breaches(registration, self._tally.read):
+        async for digest, why in breaches(registration, self._tally.read, self._tally.scores):
             await self._roll_back(registration.key, digest, why)
 
     async def _roll_back(self, name: OwnedName, digest: str, why: str) -> None:

@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from loraplex.router.policy.rollout import Guards
+from loraplex.router.policy.score_test import NO_SCORES, ScorePair
 
 _BASE = math.log(1.1)
 _SHORTEST_S = 1e-4
@@ -52,12 +53,14 @@ class Measured(msgspec.Struct):
 class Measurements(msgspec.Struct, frozen=True):
     """Measurements of a rollout's versions, by digest. verdicts: for those that are judged.
 
-    of_all: over all routers' requests, not over this one's alone.
+    of_all: over all routers' requests, not over this one's alone. scores: of the versions that are
+    judged beside the old one, by digest.
     """
 
     versions: Mapping[str, Measured]
     verdicts: Mapping[str, Verdict]
     of_all: bool = True
+    scores: Mapping[str, ScorePair] = {}
 
 
 def bucket_of(seconds: float) -> int:
@@ -74,18 +77,26 @@ def quantile(histogram: Mapping[int, int], share: float = QUANTILE) -> float | N
     return None
 
 
-def judged(guards: Guards, old: Measured, new: Measured) -> Verdict:
-    if new.requests < guards.min_requests:
-        return "early"
-    return "holds" if breach(guards, old, new) is None else "breaks"
+def judged(guards: Guards, old: Measured, new: Measured, scores: ScorePair = NO_SCORES) -> Verdict:
+    if breach(guards, old, new, scores) is not None:
+        return "breaks"
+    return "early" if new.requests < guards.min_requests else "holds"
 
 
-def breach(guards: Guards, old: Measured, new: Measured) -> str | None:
+def breach(
+    guards: Guards, old: Measured, new: Measured, scores: ScorePair = NO_SCORES
+) -> str | None:
     """Why the new version must go back, for people; None = it may stay, or it is too early.
 
     Without requests of the old version all of the new one's errors count, and its latency is not
-    judged.
+    judged. The test of scores holds for any number of them.
     """
+    margin = guards.max_score_drop
+    if margin is not None and scores.p_value(margin) <= guards.score_error:
+        return (
+            f"its mean score is {scores.new.mean:.3g} over {scores.new.count} requests, "
+            f"the old version's {scores.old.mean:.3g} over {scores.old.count}"
+        )
     if new.requests < guards.min_requests:
         return None
     if _fails_more(guards.max_error_increase, old, new):

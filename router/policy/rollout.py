@@ -50,13 +50,16 @@ class Guards(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     window_s: what is looked at. min_requests: of a version, before it is judged.
     max_error_increase: how far its share of failed requests may lie above the old version's.
     max_latency_ratio: its p95 of the time to the first token, and of the time a token, over the old
-    version's.
+    version's. max_score_drop: how far its mean score may lie below the old version's. score_error:
+    the greatest probability that a version no worse than that ever goes back for its scores.
     """
 
     window_s: Annotated[int, Meta(ge=10, le=MAX_WINDOW_S)] = 300
     min_requests: Annotated[int, Meta(ge=1, le=1_000_000)] = 50
     max_error_increase: Annotated[float, Meta(ge=0, le=1)] | None = 0.05
     max_latency_ratio: Annotated[float, Meta(ge=1, le=1000)] | None = 2.0
+    max_score_drop: Annotated[float, Meta(ge=0, le=0.5)] | None = 0.0
+    score_error: Annotated[float, Meta(ge=1e-6, le=0.5)] = 0.01
 
 
 class Version(msgspec.Struct, frozen=True):

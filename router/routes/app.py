@@ -22,6 +22,7 @@ from loraplex.router.http.by_port import ByPort
 from loraplex.router.http.edge import Edge
 from loraplex.router.routes.adapters import AdapterRoutes
 from loraplex.router.routes.console import ConsoleRoutes
+from loraplex.router.routes.feedback import FeedbackRoute
 from loraplex.router.routes.files import FileRoutes
 from loraplex.router.routes.generate import GenerateRoutes
 from loraplex.router.routes.info import FleetRoute, InfoRoutes, SglangRoutes
@@ -52,6 +53,7 @@ def build_app(service: Service) -> ASGIApp:
         *_sglang_routes(service, info),
         *_trainer_routes(service),
         *_file_routes(service),
+        _post("/v1/feedback", FeedbackRoute(service).answer),
         _get("/v1/fleet", OperatorRoutes(service).guarded(FleetRoute(service.watch).fleet)),
         *ConsoleRoutes().routes,
     ]

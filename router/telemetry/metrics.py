@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from loraplex.adapters.common.meters import LATENCY_BUCKETS_S, STEP_BUCKETS_S, TOKEN_BUCKETS, Meters
 from loraplex.router.call import Cause, VectorUse
+from loraplex.router.names.judged_requests import JudgedRequests
 from loraplex.router.names.rollout_tally import Outcomes
 from loraplex.router.policy.front_door import Cap, Cut
 from loraplex.router.policy.placement.placement import Reason
@@ -40,6 +41,7 @@ class RouterMetrics:
         self.meters = Meters(registry, "loraplex_")
         self.top_adapters = TopAdapters(max_adapters)
         self.outcomes = Outcomes()
+        self.judged_requests = JudgedRequests()
         self._declare_requests()
         self._declare_tokens()
         self._declare_answers()
@@ -187,6 +189,26 @@ class RouterMetrics:
             "adapter_rollbacks",
             "Versions of adapters that were taken back; guard_alone: by one router, without Redis",
             {"by": get_args(RolledBackBy)},
+        )
+        self.feedback = meters.counter(
+            "feedback",
+            "Scores of answers that callers gave, by the version of a rollout for which they "
+            "count; again: given twice; unknown: of no request that is remembered; over: of a "
+            "version that is not judged any more",
+            {"counted": ("old", "new", "again", "unknown", "over")},
+        )
+        self.feedback_score = meters.histogram(
+            "feedback_score",
+            "Scores that count, by the version of a rollout",
+            [tenth / 10 for tenth in range(11)],
+            {"version": ("old", "new")},
+        )
+        meters.rows(
+            "feedback_forgotten",
+            "counter",
+            "Requests of rollouts that were not remembered for scores: too many",
+            {},
+            lambda: (((), self.judged_requests.forgotten),),
         )
 
     def _declare_batches(self) -> None:

@@ -101,6 +101,10 @@ class RequestObserver:
             # What nobody registered has no name here: callers choose it.
             self._name = adapter.alias or OTHER
             self._request.notes["loraplex.adapter.digest"] = adapter.digest
+            charge = self._charge
+            self._metrics.judged_requests.note(
+                charge.tenant, charge.request_id, adapter, time.time()
+            )
         self._metrics.prompt_tokens.inc(num_prompt_tokens)
         self._top.count(self._name, _REQUESTS)
         self._top.count(self._name, _PROMPT_TOKENS, num_prompt_tokens)

@@ -15,6 +15,7 @@ from loraplex.router.call import RequestError
 from loraplex.router.names.registration import Registration, RolloutRequest
 from loraplex.router.policy.guards import Measurements, Verdict, quantile
 from loraplex.router.policy.rollout import MAX_VERSIONS, Guards, VersionState, Weight
+from loraplex.router.policy.score_test import ScorePair
 from loraplex.router.tenancy.keys import Word
 from loraplex.router.tools.registry import FORMATS
 from loraplex.server.protocol import AdapterTiers, TierState
@@ -129,10 +130,24 @@ class VersionObject(msgspec.Struct, frozen=True):
     resident_on: list[str]
 
 
+class ScoresObject(msgspec.Struct, frozen=True):
+    """Scores of a version and of the old one beside it, since the version has its share.
+
+    p: the error at which the version's mean is found to be too low; null where guards do not look
+    at scores.
+    """
+
+    count: int
+    mean: float | None
+    old_count: int
+    old_mean: float | None
+    p: float | None
+
+
 class MeasuredObject(msgspec.Struct, frozen=True):
     """Requests of one version in the guards' window. Seconds; null = too few.
 
-    verdict: of the guards; null of what they do not judge.
+    verdict: of the guards; null of what they do not judge. scores: null, too, where there are none.
     """
 
     digest: str
@@ -141,6 +156,7 @@ class MeasuredObject(msgspec.Struct, frozen=True):
     first_token_p95_s: float | None
     token_p95_s: float | None
     verdict: Verdict | None = None
+    scores: ScoresObject | None = None
 
 
 class RolloutObject(msgspec.Struct, frozen=True):
@@ -201,15 +217,27 @@ def rollout_object(
     ]
     if measured is None:
         return RolloutObject(rollout.id, versions, rollout.guards)
-    tallies = [_measured(digest, measured) for digest in measured.versions]
+    tallies = [_measured(digest, measured, rollout.guards) for digest in measured.versions]
     by: Literal["all", "this_router"] = "all" if measured.of_all else "this_router"
     return RolloutObject(rollout.id, versions, rollout.guards, tallies, by)
 
 
-def _measured(digest: str, measurements: Measurements) -> MeasuredObject:
+def _measured(digest: str, measurements: Measurements, guards: Guards | None) -> MeasuredObject:
     measured, verdict = measurements.versions[digest], measurements.verdicts.get(digest)
     first, token = quantile(measured.first_token), quantile(measured.token)
-    return MeasuredObject(digest, measured.requests, measured.failed, first, token, verdict)
+    pair = measurements.scores.get(digest)
+    scores = (
+        None if pair is None else _scores(pair, None if guards is None else guards.max_score_drop)
+    )
+    return MeasuredObject(digest, measured.requests, measured.failed, first, token, verdict, scores)
+
+
+def _scores(pair: ScorePair, margin: float | None) -> ScoresObject | None:
+    old, new = pair.old, pair.new
+    if not old.count and not new.count:
+        return None
+    p = None if margin is None else pair.p_value(margin)
+    return ScoresObject(new.count, new.mean, old.count, old.mean, p)
 
 
 DEFAULT_WAIT_S = 30.0

@@ -169,6 +169,39 @@ async def test_a_slow_version_goes_back_by_itself(fleet: Fleet) -> None:
     assert "p95 time to first token" in shown["rollout"]["versions"][1]["why"]
 
 
+async def test_a_version_of_worse_scores_goes_back_by_itself(fleet: Fleet) -> None:
+    await fleet.roll_out(50, guards={"score_error": 0.001})
+    await fleet.until(fleet.two, "serving", "serving")
+    await fleet.until(fleet.one, "serving", "serving")
+
+    async def score(router: Running, request_id: str, value: float) -> Any:
+        body = {"request_id": request_id, "score": value}
+        return await router.client.post("/v1/feedback", json=body)
+
+    async def asked(user: str) -> tuple[str, str]:
+        answer = await generate(fleet.one, "mine", user=user)
+        digest = answer.headers["x-loraplex-adapter-digest"]
+        return answer.json()["id"], digest
+
+    answers = await asyncio.gather(*(asked(user) for user in USERS))
+    found = {digest: [id for id, other in answers if other == digest] for digest in (OLD, NEW)}
+    for request_id in found[OLD]:
+        said = (await score(fleet.two, request_id, 1.0)).json()
+        assert (said["counted"], said["version"]) == (True, "old"), said
+    again = await score(fleet.one, request_id, 1.0)
+    assert (again.json()["counted"], again.status_code) == (False, 200)
+    assert (await score(fleet.one, request_id, 0.5)).status_code == 409
+    for number, other in enumerate(found[NEW]):
+        said = (await score(fleet.two, other, 0.25)).json()
+        assert (said["version"], said["reason"]) == ("new", None) or number > 5, said
+    assert "no request of a rollout" in (await score(fleet.one, "none", 0.5)).json()["reason"]
+    for bad in (-0.1, 1.1, "good"):
+        assert (await score(fleet.one, request_id, bad)).status_code == 400  # type: ignore[arg-type]
+    shown = await fleet.until(fleet.one, "serving", "rolled_back")
+    assert "its mean score is 0.25 over" in shown["rollout"]["versions"][1]["why"]
+    assert await fleet.two.metric('loraplex_feedback_total{counted="old"}') == len(found[OLD])
+
+
 async def test_an_operator_takes_it_back_and_goes_further_back(fleet: Fleet) -> None:
     answer = await call(fleet.one, "POST", "", name="mine", versions=HALF)
     assert answer.status_code == 200, answer.text

@@ -1,0 +1,52 @@
+"""Scores of requests: whose they may be, and what is remembered of them."""
+
+import time
+from typing import Any, cast
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from loraplex.adapters.ref import AdapterRef
+from loraplex.router.call import RequestError
+from loraplex.router.names.judged_requests import MAX_KEPT, JudgedRequests
+from loraplex.router.names.owned_name import OwnedName
+from loraplex.router.names.served import ServedAdapter
+from loraplex.router.operations.feedback import Feedback
+from loraplex.router.shared.memory_store import MemoryStore
+from loraplex.router.telemetry.metrics import RouterMetrics
+from loraplex.router.tenancy.keys import ApiKey, Caller
+from tests.router.fake_worker import make_manifest
+
+ADAPTER = ServedAdapter(
+    "mine", AdapterRef("hub", "org/a"), None, make_manifest("org/a"), OwnedName("mine"), "r"
+)
+
+
+def caller(tenant: str, *models: str) -> Caller:
+    return Caller(ApiKey(id=tenant, digest="", tenant=tenant, models=models))
+
+
+async def test_only_the_requests_tenant_scores_it_with_a_key_that_opens_the_adapter() -> None:
+    metrics = RouterMetrics(CollectorRegistry(), 1)
+    aliases = cast("Any", {})  # no name has a rollout any more
+    feedback = Feedback(MemoryStore(time.time), aliases, metrics)
+    metrics.judged_requests.note("a", "1", ADAPTER, time.time())
+    assert await feedback.take(caller("b", "*"), "1", 0.5) == "unknown"
+    with pytest.raises(RequestError, match="does not open"):
+        await feedback.take(caller("a", "other"), "1", 0.5)
+    assert await feedback.take(caller("a", "other", "m*"), "1", 0.5) == "over"
+    assert await feedback.take(caller("a", "mine"), "1", 0.5) == "again"
+
+
+def test_a_router_remembers_so_many() -> None:
+    requests = JudgedRequests()
+    for number in range(MAX_KEPT + 10):
+        requests.note("", str(number), ADAPTER, 0.0)
+        if requests.oldest() is not None:
+            requests.written()
+    assert requests.forgotten == 10
+    requests.note("", "later", ADAPTER, 60.0)
+    assert requests.oldest() is not None
+    for number in range(MAX_KEPT):
+        requests.note("", str(number), ADAPTER, 7200.0)
+    assert requests.forgotten > 10, "while the store is away few wait"

@@ -48,6 +48,8 @@ Role = Literal[
     "latent_in",
     "latent_out",
     "embed_tokens",
+    "project_in",
+    "project_out",
     "per_layer_model_projection",
     "lm_head",
 ]
@@ -65,6 +67,8 @@ LAYER_SITES: dict[Role, tuple[str, ...]] = {
 # Sites outside the layers, before and behind them, with a table each. Every site outside has one
 # module, of the same name.
 MODEL_SITES: tuple[Role, ...] = ("embed_tokens", "lm_head")
+# Outside, beside a further table of the base's tokens.
+LAYER_INPUTS: Role = "per_layer_model_projection"
 # Stands for an expert's number in the path of a module that each expert of a layer has.
 ANY_EXPERT = "{}"
 _BESIDE_MLPS = "self_attn.gate_proj"  # whose name an MLP has, too
@@ -250,8 +254,9 @@ class BaseSpec(msgspec.Struct, frozen=True):
     digest: identity of the base (sha256 hex); "" = it was inferred from an adapter's tensors.
     names: what it is called; `names_base` says which other names mean the same.
     layers: their modules, numbered through over all stacks of layers.
-    model_modules: `embed_tokens` (in = vocabulary, out = hidden), `lm_head`, and what makes layers'
-        inputs of the embedding, if something does -> shape.
+    hidden_size: features of a row of the embedding, and of what the head reads.
+    model_modules: `embed_tokens` (in = vocabulary, out = hidden), `lm_head`, and products between
+        these and the layers, if there are some -> shape.
     embedding_digests: `embed_tokens` and `lm_head` -> `float_digest` of the base's weights
         (`loraplex.adapters.safetensors.floats`). An adapter that brings an equal copy of them, as
         PEFT saves it, is then accepted.
@@ -306,7 +311,7 @@ class BaseSpec(msgspec.Struct, frozen=True):
     def most_ids(self) -> int:
         """The most ids of an adapter: the base's rows, and new ids where the base is known and has
         no further table of its tokens."""
-        has_new = not self.is_inferred and self.model_modules.keys() <= {*MODEL_SITES}
+        has_new = not self.is_inferred and LAYER_INPUTS not in self.model_modules
         return self.vocab_size + (MAX_NEW_IDS if has_new else 0)
 
     @property

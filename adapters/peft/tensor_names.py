@@ -41,8 +41,9 @@ _BASE_COPY = re.compile(rf"{_PREFIX}(?P<path>.+?)(?:(?:\.token_adapter)?\.base_l
 _DEFAULT_ADAPTER = "default"
 # What the body of a decoder holds, in every model.
 _LAYERS = "layers."
-_OF_BODY = ("embed_tokens", "norm", "per_layer_model_projection")
 _BODY, _POOLER = "model.", "pooler"
+_PROJECTIONS = ("project_in", "project_out", "embeddings_project")
+_OF_BODY = ("embed_tokens", "norm", "per_layer_model_projection", *_PROJECTIONS)
 _HEADS = ("lm_head", HEAD_OF_CLASSES, *(head for head in HEADS_OF_ENCODERS if head != _POOLER))
 _EMBEDDING, _OUTPUT = "embed_tokens", "lm_head"
 _WITHIN = "the text model within a larger model"
@@ -113,7 +114,7 @@ class Naming(msgspec.Struct, frozen=True):
             if rest == _EMBEDDING:
                 return self.body + self.embedding if self.embedding else None
             if not rest.startswith(_LAYERS):
-                return None if self.modules and not _is_pooler(rest) else self.body + rest
+                return None if self.modules and not _is_beside(rest) else self.body + rest
             within = rest.removeprefix(_LAYERS)
             return self.body + self.layers + within if self._has(within) else None
         own = self.output if path == _OUTPUT else path
@@ -129,7 +130,7 @@ class Naming(msgspec.Struct, frozen=True):
             return _BODY + rest
         if self.embedding and path == self.body + self.embedding:
             return _BODY + _EMBEDDING
-        if path.startswith(self.body) and _is_pooler(rest):
+        if path.startswith(self.body) and _is_beside(rest):
             return _BODY + rest
         if self.head is None or not path.startswith(self.head):
             return None
@@ -143,8 +144,9 @@ class Naming(msgspec.Struct, frozen=True):
         return not self.modules or within.partition(".")[2].startswith(self.modules)
 
 
-def _is_pooler(rest: str) -> bool:
-    return rest.partition(".")[0] == _POOLER
+def _is_beside(rest: str) -> bool:
+    """Whether a module lies outside the layers. rest: its name in the body."""
+    return rest.partition(".")[0] in (_POOLER, *_PROJECTIONS)
 
 
 _NEMOTRON = "a model with Nemotron-H's names"

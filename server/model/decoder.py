@@ -7,8 +7,10 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
+from loraplex.adapters.base import LAYER_INPUTS, Role
 from loraplex.server.model.latent_weights import LatentWeights
 from loraplex.server.model.linear.experts import MoeWeights
+from loraplex.server.model.linear.linear import Linear
 from loraplex.server.model.lora.sites import BranchSites, Sites
 from loraplex.server.model.ops.ops import Ops, Positioned
 from loraplex.server.model.ops.pointwise import layer_normed_heads
@@ -226,13 +228,20 @@ class Decoder(Generic[P, L, Y]):
         return ops.attend_latents(plan, mixer.layer, products, weights, lora, kv_b)
 
     def end(self, mixed: torch.Tensor, stream: Stream, lora: L | None) -> torch.Tensor:
-        """Compute from the last mixer to normed hidden states, of any tokens."""
-        return self.after_mixer(len(self.mixers) - 1, mixed, stream, lora)[0]
+        """Compute from the last mixer to normed hidden states, of any tokens; where the model has
+        a product with these, to that."""
+        normed = self.after_mixer(len(self.mixers) - 1, mixed, stream, lora)[0]
+        output = self.weights.output
+        return normed if output is None else self._beside(normed, output, lora, "project_out")
+
+    def _beside(self, x: torch.Tensor, linear: Linear, lora: L | None, role: Role) -> torch.Tensor:
+        """Compute a product outside of layers."""
+        return self.ops.complete(self.ops.linear(x, linear, lora, self.sites.beside[role]))
 
     def room(self, tokens: int, layers: int) -> Stream:
         """Room for a stream of so many tokens, and for what so many layers read beside it."""
         embed, spec = self.weights.embed, self.spec.embedding
-        hidden = embed.new_zeros(tokens, spec.size)
+        hidden = embed.new_zeros(tokens, self.spec.hidden_size)
         if spec.inputs is None:
             return Stream(hidden)
         return Stream(hidden, embed.new_zeros(tokens, layers, spec.inputs.own_size))
@@ -255,13 +264,16 @@ class Decoder(Generic[P, L, Y]):
             hidden = torch.where(embedded.is_given, embedded.hidden, hidden)
         if self._embedding_scale != 1.0:
             hidden = hidden * self._embedding_scale
-        beside = self.weights.embedding
+        beside, projection = self.weights.embedding, self.weights.embedding.projection
+        first = self.spec.embedding.projects_first
+        if projection is not None and first:
+            hidden = self._beside(hidden, projection, lora, "project_in")
         if beside.positions is not None:
             hidden = hidden + beside.positions[positions]
         if beside.norm is not None:
             hidden = self.ops.norm(hidden, beside.norm)
-        if beside.projection is not None:
-            hidden = beside.projection.run(hidden)
+        if projection is not None and not first:
+            hidden = self._beside(hidden, projection, lora, "project_in")
         stream = Stream(hidden, self._inputs(token_ids, hidden, lora))
         return self._up_to_mixer(0, self._normed(0, hidden, lora), stream, lora)
 
@@ -269,11 +281,11 @@ class Decoder(Generic[P, L, Y]):
         self, token_ids: torch.Tensor, embedded: torch.Tensor, lora: L | None
     ) -> torch.Tensor | None:
         """Compute the inputs of each layer that runs, as of `Stream`."""
-        weights, site = self.weights.embedding.inputs, self.sites.inputs
-        if weights is None or site is None:
+        weights = self.weights.embedding.inputs
+        if weights is None:
             return None
         spec, layers = weights.spec, len(self.weights.layers)
-        product = self.ops.complete(self.ops.linear(embedded, weights.linear, lora, site))
+        product = self._beside(embedded, weights.linear, lora, LAYER_INPUTS)
         normed = self.ops.norm(product.view(-1, spec.size), weights.norm)
         of_layers = normed.view(len(product), spec.layers, spec.size)[:, :layers, weights.mine]
         return torch.add(of_layers, weights.table[token_ids, :layers], alpha=spec.scale)

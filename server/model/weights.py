@@ -187,6 +187,7 @@ class ModelWeights:
     """Weights of the device's part of a model. embed: `[vocab, size]`; the head's matrix is the
     same tensor when they are tied. score: what the checkpoint has of score heads. biases: as of
     `distance_biases`, of all distances that texts have. dense: what pooled vectors go through.
+    output: as of ModelSpec.
     """
 
     embed: torch.Tensor
@@ -197,13 +198,20 @@ class ModelWeights:
     embedding: EmbeddingWeights = EmbeddingWeights()
     biases: torch.Tensor | None = None
     dense: tuple[VectorDense, ...] = ()
+    output: Linear | None = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
         """The matrices that every token is multiplied with, but the head's."""
+        return *chain.from_iterable(layer.linears for layer in self.layers), *self.beside
+
+    @property
+    def beside(self) -> tuple[Linear, ...]:
+        """Those outside the layers, as of `ModelSpec.beside`."""
         inputs = self.embedding.inputs
-        beside = () if inputs is None else (inputs.linear,)
-        return *chain.from_iterable(layer.linears for layer in self.layers), *beside
+        of_inputs = None if inputs is None else inputs.linear
+        found = (self.embedding.projection, of_inputs, self.output)
+        return tuple(linear for linear in found if linear is not None)
 
 
 def load_weights(
@@ -246,7 +254,9 @@ def load_weights(
         norm = _norm(source, model.norm)
         beside = _load_embedding(source, model.embedding)
         parts = embed, tuple(layers), norm, head, _load_scores(source, model), beside
-        return ModelWeights(*parts, _load_biases(source, model), _load_dense(folder, device))
+        output = None if model.output is None else source.linear(model.output)
+        biases, dense = _load_biases(source, model), _load_dense(folder, device)
+        return ModelWeights(*parts, biases, dense, output)
 
 
 def _load_dense(folder: Path, device: torch.device) -> tuple[VectorDense, ...]:

@@ -22,7 +22,6 @@ from loraplex.server.model.spec.model_spec import (
     PositionTable,
     ScoreSpec,
     StepSpec,
-    layer_path,
 )
 from loraplex.server.protocol import Pooling as Pooling
 
@@ -97,7 +96,7 @@ def embedding(
     = the model has no such table. size: of its rows; None = as wide as the model.
     """
     width = sizes.hidden if size is None else size
-    matrix = LinearSpec("in", width, (Part(_PROJECTION, sizes.hidden),), "none", bias=True)
+    matrix = LinearSpec("project_in", width, (Part(_PROJECTION, sizes.hidden),), "none", bias=True)
     return EmbeddingSpec(
         EMBED,
         sizes.vocab,
@@ -136,19 +135,12 @@ def encoder(
     """Make the model from its parts. The norm of the last sum is that behind all layers. names: as
     of `stored_names`.
     """
-    model = family.model(fields, sizes, layers, sizes.positions, ())
-    *steps, last = layers[-1].steps
-    norm = model.norm
-    if last.after is not None:
-        norm = replace(last.after, path=layer_path(len(layers) - 1, last.after.path))
-        last = replace(last, after=None)
+    model = family.ended(family.model(fields, sizes, layers, sizes.positions, ()), layers)
     matrix = next(score.dense for score in scores if score.dense is not None)
     first = 0 if embedding.positions is None else embedding.positions.first
     return replace(
         model,
         embedding=embedding,
-        layers=(*layers[:-1], LayerSpec((*steps, last))),
-        norm=norm,
         head=HeadSpec(matrix, tied=True),
         max_context=sizes.positions - first,
         writes=False,

@@ -25,6 +25,7 @@ from loraplex.server.model.spec.model_spec import (
     NormSpec,
     RopeSpec,
     StepSpec,
+    layer_path,
 )
 
 # By transformers' names of it.
@@ -466,6 +467,17 @@ def tied_where_unsaid(fields: Fields) -> Fields:
 def layer_norm(path: str, sizes: ModelSizes, *, bias: bool = True) -> NormSpec:
     """Make a LayerNorm of the residual stream."""
     return NormSpec(path, sizes.hidden, sizes.epsilon, kind="layer", bias=bias)
+
+
+def ended(model: ModelSpec, layers: Sequence[LayerSpec]) -> ModelSpec:
+    """Return the model with these layers. A norm of the last sum becomes that behind all layers."""
+    *steps, last = layers[-1].steps
+    if last.after is None:
+        return msgspec.structs.replace(model, layers=tuple(layers))
+    path = layer_path(len(layers) - 1, last.after.path)
+    norm = msgspec.structs.replace(last.after, path=path)
+    end = LayerSpec((*steps, msgspec.structs.replace(last, after=None)))
+    return msgspec.structs.replace(model, layers=(*layers[:-1], end), norm=norm)
 
 
 def layer_normed(

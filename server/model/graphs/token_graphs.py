@@ -47,7 +47,7 @@ class EndGraphs:
         self._decoder, self._ops, self._begun, self._pool = decoder, ops, begun, pool
         # Rows, then slots: one upload.
         self._packed = torch.zeros(2 * sizes[-1], dtype=torch.int32, device=ops.device)
-        self._normed = torch.zeros_like(begun[1].hidden)
+        self._normed = begun[1].hidden.new_zeros(sizes[-1], decoder.spec.output_size)
         self._graphs: dict[tuple[int, Reach], torch.cuda.CUDAGraph] = {}
         # Kept since graphs write to their tensors.
         self._loras: dict[tuple[int, Reach], DeviceLora] = {}
@@ -153,6 +153,9 @@ class TokenGraphs:
         # Between graphs lie what all layers read; behind the last attention that of the last.
         layers = len(decoder.weights.layers) if attention is None else 1
         self._stream = decoder.room(most, layers)
+        self._given = self._stream.hidden
+        if model.embedding.projection is not None:
+            self._given = self._given.new_zeros(most, model.embedding.size)
         begun = (self._attended_by(-1, most), self._stream)
         self.ends = EndGraphs(decoder, ops, sizes, begun, self._pool)
 
@@ -227,15 +230,15 @@ class TokenGraphs:
             self._is_given.fill_(gives)
         if gives:
             token_ids = self._token_ids[:size]
-            self._stream.hidden[:size].copy_(self._decoder.embed(token_ids, self._ops.lora(slots)))
+            self._given[:size].copy_(self._decoder.embed(token_ids, self._ops.lora(slots)))
             if table.is_wide(slots).any():  # the graph embeds in vain
                 token_ids.clamp_(max=self._decoder.spec.vocab_size - 1)
 
     def _embedded(self, size: int, lora: DeviceLora | None) -> Embedded | None:
         """Return the embedded tokens that adapters give; None without adapters. They come where the
-        hidden states are left later.
+        hidden states are left later, if they are as wide.
         """
-        return None if lora is None else Embedded(self._stream.hidden[:size], self._is_given)
+        return None if lora is None else Embedded(self._given[:size], self._is_given)
 
     def _replay_between(
         self, graphs: list[torch.cuda.CUDAGraph], plan: CudaPlan, tokens: int
@@ -296,7 +299,9 @@ class TokenGraphs:
 
         def follow(number: int) -> None:
             attended = self._attended_by(number, size)
-            normed, _ = decoder.after_mixer(number, attended, stream, lora)  # in place
+            normed, summed = decoder.after_mixer(number, attended, stream, lora)
+            if summed.hidden is not stream.hidden:  # else in place
+                stream.hidden.copy_(summed.hidden)
             self._project(normed, number + 1, lora)
 
         numbers = range(len(decoder.mixers) - 1)

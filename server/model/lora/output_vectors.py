@@ -33,6 +33,8 @@ class OutputVectors:
         self._sites, self._is_shared = sites, sites.shard.count > 1
         self._embed = weights.embed
         self._linears: dict[int, Linear] = {sites.lm_head.number: weights.lm_head}
+        of_beside = zip(sites.beside.values(), weights.beside, strict=True)
+        self._linears |= {site.number: linear for site, linear in of_beside}
         steps = chain.from_iterable(layer.steps for layer in weights.layers)
         for of_step, step in zip(sites.branches, steps, strict=True):
             for of_branch, branch in zip(of_step, step.branches, strict=True):

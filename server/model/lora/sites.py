@@ -50,8 +50,8 @@ BranchSites = tuple[Site, ...]
 
 
 class Sites:
-    """All sites of a model, numbered layer by layer, then `embed_tokens`, then that of layers'
-    inputs, if they have some (`inputs`), then `lm_head`.
+    """All sites of a model, numbered layer by layer, then `embed_tokens`, then others outside of
+    layers, by role (`beside`), then `lm_head`.
 
     in_features: int64 `[sites]`. out_features: int64 `[sites, 3]`, 0 = no such projection.
     branches: those of each step of the model, branch by branch. norms: by place, as of `BaseNorm`;
@@ -73,8 +73,7 @@ class Sites:
         self.embed = self._new(
             -1, "embed_tokens", embedding.num_rows, (embedding.size,), sharding="row"
         )
-        inputs = embedding.inputs
-        self.inputs = None if inputs is None else self._add(-1, inputs.linear)
+        self.beside = {linear.role: self._add(-1, linear) for linear in model.beside}
         self.lm_head = self._add(-1, model.head.linear)
         self.norms: tuple[NormSpec | None, ...] = (*(step.pre for _, step in steps), model.norm)
         self._score = model.score

@@ -37,15 +37,15 @@ def base_spec(
     return BaseSpec(
         digest=digest,
         names=names,
-        hidden_size=model.hidden_size,
+        hidden_size=model.output_size,
         vocab_size=model.vocab_size,
         layers=tuple(_layers(model)),
         model_modules={
             "embed_tokens": ModuleShape(
                 embedding.path, embedding.vocab_size, embedding.size, sharding="row"
             ),
-            **({} if embedding.inputs is None else embedding.inputs.linear.modules()),
-            "lm_head": next(iter(model.head.linear.modules().values())),
+            **{linear.role: _only_module(linear) for linear in model.beside},
+            "lm_head": _only_module(model.head.linear),
         },
         embedding_digests=dict(embedding_digests or {}),
         tokens=tokens,
@@ -58,9 +58,14 @@ def base_spec(
     )
 
 
+def _only_module(linear: LinearSpec) -> ModuleShape:
+    (shape,) = linear.modules().values()
+    return shape
+
+
 def _score_parts(model: ModelSpec) -> Iterator[ScoreParts]:
     for score in model.scores:
-        tensors = tuple(score.tensors(0, model.hidden_size))
+        tensors = tuple(score.tensors(0, model.output_size))
         yield ScoreParts(tensors, score.pooling == "all")
 
 

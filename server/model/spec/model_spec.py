@@ -295,8 +295,8 @@ class EmbeddingSpec(msgspec.Struct, frozen=True):
     """A table `[vocab_size, size]`, whose rows are multiplied by `scale`, rounded to the dtype.
     rows: those that this device has; None = all. positions: None = positions add nothing. types:
     what the first text of a pair adds, and the second; None = nothing. norm: of the sum.
-    projection: from rows of the table to the residual stream; None = they are as wide. inputs: None
-    = layers read the stream alone."""
+    projection: from rows of the table to the residual stream; None = they are as wide.
+    projects_first: positions are added behind it. inputs: None = layers read the stream alone."""
 
     path: str
     vocab_size: int
@@ -307,11 +307,18 @@ class EmbeddingSpec(msgspec.Struct, frozen=True):
     types: PositionTable | None = None
     norm: NormSpec | None = None
     projection: LinearSpec | None = None
+    projects_first: bool = False
     inputs: LayerInputs | None = None
 
     @property
     def num_types(self) -> int:
         return 1 if self.types is None else self.types.rows
+
+    @property
+    def summed_size(self) -> int:
+        """Features of what positions and types are added to."""
+        first = self.projection if self.projects_first else None
+        return self.size if first is None else first.out_features
 
     @property
     def num_rows(self) -> int:
@@ -326,7 +333,7 @@ class EmbeddingSpec(msgspec.Struct, frozen=True):
         yield self.tensor, (self.num_rows, self.size)
         for table in (self.positions, self.types):
             if table is not None:
-                yield table.tensor, (table.rows, self.size)
+                yield table.tensor, (table.rows, self.summed_size)
         for part in (self.norm, self.projection, self.inputs):
             if part is not None:
                 yield from part.tensors()
@@ -406,6 +413,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
     scores: score heads that the model or an adapter may have, the usual one first. unread: pattern
     of names of tensors that a checkpoint may hold, whose result nobody asks for. unread_modules:
     such modules that some version of transformers makes, too. biases: None = scores have none.
+    output: a product with the normed stream, which score heads, the head for text and vectors are
+    made of; None = they are made of the stream.
     Raises ValueError where layers differ in what all must share: the modules of each role.
     """
 
@@ -429,6 +438,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     unread: str = ""
     unread_modules: tuple[str, ...] = ()
     biases: DistanceBias | None = None
+    output: LinearSpec | None = None
 
     def __post_init__(self) -> None:
         linears = {linear for layer in set(self.layers) for linear in layer.linears}
@@ -464,10 +474,16 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
     @property
     def num_sites(self) -> int:
-        """Products that adapters may change: those of layers, of their inputs, the embedding and
-        the head."""
-        beside = 2 if self.embedding.inputs is None else 3
-        return sum(len(layer.linears) for layer in self.layers) + beside
+        """Products that adapters may change: those of layers, those beside, the embedding and the
+        head."""
+        return sum(len(layer.linears) for layer in self.layers) + len(self.beside) + 2
+
+    @property
+    def beside(self) -> tuple[LinearSpec, ...]:
+        """Products outside the layers but the head's, in the order of a step."""
+        inputs = self.embedding.inputs
+        found = (self.embedding.projection, None if inputs is None else inputs.linear, self.output)
+        return tuple(linear for linear in found if linear is not None)
 
     @property
     def steps(self) -> tuple[StepSpec, ...]:
@@ -478,6 +494,11 @@ class ModelSpec(msgspec.Struct, frozen=True):
     def hidden_size(self) -> int:
         projection = self.embedding.projection
         return self.embedding.size if projection is None else projection.out_features
+
+    @property
+    def output_size(self) -> int:
+        """Features of a token behind all layers."""
+        return self.hidden_size if self.output is None else self.output.out_features
 
     def score(self, *, of_tokens: bool) -> ScoreSpec:
         """The score head of that kind; without one for tokens, the usual one."""
@@ -530,14 +551,14 @@ class ModelSpec(msgspec.Struct, frozen=True):
         return {rope.original_context for rope in ropes if rope is not None and rope.long_factors}
 
     def matrices(self) -> Iterator[Matrix]:
-        """Matrices of layers, of their inputs, and of the head where it is no table of the
+        """Matrices of layers, those beside, and that of the head where it is no table of the
         embedding's."""
         for index, layer in enumerate(self.layers):
             for linear in layer.linears:
                 for matrix in linear.matrices():
                     yield matrix._replace(path=layer_path(index, matrix.path))
-        if self.embedding.inputs is not None:
-            yield from self.embedding.inputs.linear.matrices()
+        for linear in self.beside:
+            yield from linear.matrices()
         if not self.head.tied:
             yield from self.head.linear.matrices()
 
@@ -547,13 +568,15 @@ class ModelSpec(msgspec.Struct, frozen=True):
         """
         shapes: dict[str, tuple[int, ...]] = dict(self.embedding.tensors())
         shapes.update(self.norm.tensors())
+        if self.output is not None:
+            shapes.update(self.output.tensors())
         if self.biases is not None:
             heads = self.layers[0].attention.num_heads
             shapes[self.biases.tensor] = self.biases.buckets, heads
         if not self.head.tied:
             shapes.update(self.head.linear.tensors())
         if self.classes is not None and self.own_score is not None:
-            shapes.update(self.own_score.tensors(len(self.classes.labels), self.hidden_size))
+            shapes.update(self.own_score.tensors(len(self.classes.labels), self.output_size))
         for index, layer in enumerate(self.layers):
             shapes.update((layer_path(index, name), shape) for name, shape in layer.tensors())
         return shapes

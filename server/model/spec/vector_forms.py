@@ -113,7 +113,7 @@ def vector_form(
         raise ConfigError(f"--pooling {pooling} is of models whose tokens see all others")
     pools = files is not None and files.pooling is not None
     return VectorForm(
-        size=model.hidden_size if files is None else files.size(model.hidden_size),
+        size=model.output_size if files is None else files.size(model.output_size),
         max_tokens=most,
         pooling=pooling,
         normalises=_first(wishes.normalises, files.normalises if files and pools else True),

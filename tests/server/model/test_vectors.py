@@ -196,7 +196,7 @@ def test_logits_of_some_tokens(tmp_path: Path) -> None:
 
 CLASSIFIERS = (
     *("llama3", "gemma", "gemma2", "mistral", "qwen2", "qwen3", "phi3", "mixtral", "glm"),
-    *("gpt2", "opt", "gptj", "falcon", "gpt-neo", "gpt-bigcode"),
+    *("gpt2", "opt", "opt-narrow", "gptj", "falcon", "gpt-neo", "gpt-bigcode"),
 )
 
 

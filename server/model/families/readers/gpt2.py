@@ -9,6 +9,7 @@ from loraplex.adapters.sharding import UNGROUPED, Groups
 from loraplex.server.model.families import family
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.families.readers import gpt, renamed
+from loraplex.server.model.spec.linear_spec import LinearSpec, Part
 from loraplex.server.model.spec.model_spec import (
     AttentionSpec,
     Branch,
@@ -81,11 +82,11 @@ def read_gpt_neo(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
 
 
 def read_opt(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
-    """OPT, but for those sizes whose norms come behind branches."""
-    for key in ("do_layer_norm_before", "layer_norm_elementwise_affine"):
-        fields.only(key, True)
-    fields.only("_remove_final_layer_norm", False)
-    fields.only("word_embed_proj_dim", fields.config.get("hidden_size"))
+    """OPT. Of 350M norms are of residual sums, and rows of the embedding are narrower."""
+    fields.only("layer_norm_elementwise_affine", True)
+    before = bool(fields.config.get("do_layer_norm_before", True))
+    if before:
+        fields.only("_remove_final_layer_norm", False)
     fields = gpt.with_usual_keys(fields, {}, "ffn_dim", "relu")
     sizes = gpt.read_sizes(fields, None, "")._replace(epsilon=1e-5)
     bias = bool(fields.config.get("enable_bias", True))
@@ -93,8 +94,25 @@ def read_opt(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     of = family.attention(sizes, None, biases=biases)
     norms = ("self_attn_layer_norm", "final_layer_norm")
     layer = _of_two(sizes, family.branches_of(sizes, of, _OPT_NAMES, biases), norms)
-    model = _learned(fields, generation, sizes, [layer] * sizes.layers, _OPT_EOS, _OPT_FIRST)
-    return replace(model, stored_names=_OPT_TENSORS)
+    if not before:
+        steps = (replace(step, pre=None, after=step.pre) for step in layer.steps)
+        layer = LayerSpec(tuple(steps))
+    layers = [layer] * sizes.layers
+    model = _learned(fields, generation, sizes, layers, _OPT_EOS, _OPT_FIRST)
+    size = fields.positive("word_embed_proj_dim", sizes.hidden)
+    if size != sizes.hidden:
+        model = _projected(model, size)
+    return replace(family.ended(model, layers), stored_names=_OPT_TENSORS)
+
+
+def _projected(model: ModelSpec, size: int) -> ModelSpec:
+    """Return the model with an embedding and a head of this size, and products from and to it."""
+    hidden = model.hidden_size
+    into = LinearSpec("project_in", size, (Part("model.project_in", hidden),), "none")
+    out = LinearSpec("project_out", hidden, (Part("model.project_out", size),), "none")
+    embedding = replace(model.embedding, size=size, projection=into, projects_first=True)
+    head = replace(model.head, linear=replace(model.head.linear, in_features=size))
+    return replace(model, embedding=embedding, head=head, output=out)
 
 
 def _read_gpt2_sizes(

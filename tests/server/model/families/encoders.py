@@ -59,7 +59,12 @@ ENCODERS: dict[str, Row] = {
     ),
     "mpnet": Row(MPNetConfig, ("q", "v"), ("q", "k", "v", "o", "dense")),
     "electra": Row(ElectraConfig, *_BERT, {"embedding_size": 48}),
-    "electra-narrow": Row(ElectraConfig, *_BERT, {"embedding_size": 20}),
+    "electra-narrow": Row(
+        ElectraConfig,
+        ("query", "embeddings_project"),
+        (*_BERT[1], "embeddings_project"),
+        {"embedding_size": 20},
+    ),
     "modernbert": Row(ModernBertConfig, ("Wqkv",), ("Wqkv", "Wo", "Wi"), _MODERN, ("head",)),
     "modernbert-mean": Row(
         ModernBertConfig,

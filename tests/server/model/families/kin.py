@@ -1,7 +1,9 @@
 """Rows of parity's table for families that are made of other families' parts."""
 
+from collections.abc import Mapping
 from typing import Any
 
+from peft import LoraConfig
 from transformers import (
     ApertusConfig,
     ApertusForCausalLM,
@@ -132,6 +134,20 @@ _OPT = Variant(
     OPTForCausalLM,
     {"hidden_size": 72, "ffn_dim": 88, "word_embed_proj_dim": 72, "init_std": 0.15},
     ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"),
+)
+
+
+def _on_projections() -> Mapping[str, LoraConfig]:
+    targets = ["fc1", "project_in", "project_out"]
+    return {
+        "projections": LoraConfig(r=5, lora_alpha=9, target_modules=targets),
+        "all_linear": LoraConfig(r=3, lora_alpha=4, target_modules="all-linear"),
+    }
+
+
+# As OPT-350M is.
+_OPT_NARROW = of(_OPT, do_layer_norm_before=False, word_embed_proj_dim=40)._replace(
+    others=_on_projections
 )
 _FUSED = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
 _NEOX = Variant(
@@ -311,6 +327,10 @@ _ROWS: dict[str, Variant] = {
         is_adapted=False,
     ),
     "opt": _OPT,
+    "opt-narrow": _OPT_NARROW,
+    "opt-sums-normed": of(
+        _OPT, do_layer_norm_before=False, hidden_size=64, word_embed_proj_dim=88
+    )._replace(is_adapted=False),
     "opt-plain": of(_OPT, enable_bias=False, tie_word_embeddings=False, is_adapted=False),
     "persimmon": _PERSIMMON,
     "persimmon-plain": of(

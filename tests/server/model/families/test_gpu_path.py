@@ -78,6 +78,8 @@ SERVED: dict[tuple[str, str], dict[str, Any]] = {
     ("olmo2", "fa3"): {},
     ("olmo2", "fa2"): {},
     ("olmo3", "fa3"): {"hidden_size": 64, "layer_types": BOTH},
+    ("opt-narrow", "fa3"): {"hidden_size": 64, "ffn_dim": 48, "word_embed_proj_dim": 32},
+    ("opt-narrow", "fa2"): {"hidden_size": 64, "ffn_dim": 48, "word_embed_proj_dim": 32},
     ("persimmon", "fa3"): {"hidden_size": 64, "partial_rotary_factor": 0.5},
     ("phi", "fa3"): {"hidden_size": 64},
     ("phi3", "fa3"): {"hidden_size": 64},

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 from loraplex.adapters.manifest import SlabDtype
@@ -152,6 +153,15 @@ def test_float8_is_packed_without_rounding(stored: torch.dtype, dtype: SlabDtype
     found = {name: pack(model, name, dtype=dtype, stored=stored) for name in ZOO}
     round_adapters(model, stored)
     assert found == {name: pack(model, name, dtype=dtype) for name in ZOO}
+
+
+@pytest.mark.exhaustive
+def test_magnitudes_of_products_outside_layers(tmp_path: Path) -> None:
+    targets = ["fc2", "project_in", "project_out"]
+    dora = {"dora": LoraConfig(r=3, lora_alpha=7, target_modules=targets, use_dora=True)}
+    served = Served("opt-narrow", tmp_path, adapters=dora)
+    served.assert_together((9, 2, 23), 3, 5)
+    served.driver.close()
 
 
 @of_a_few

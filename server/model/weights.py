@@ -207,7 +207,7 @@ class ModelWeights:
 
     @property
     def beside(self) -> tuple[Linear, ...]:
-        """Those outside the layers, as of `ModelSpec.beside`."""
+        """The matrices outside the layers, as of `ModelSpec.beside`."""
         inputs = self.embedding.inputs
         of_inputs = None if inputs is None else inputs.linear
         found = (self.embedding.projection, of_inputs, self.output)

@@ -14,6 +14,9 @@ import msgspec
 from loraplex.adapters.base import layer_path as layer_path
 from loraplex.adapters.classes import HEAD_OF_CLASSES, ClassForm
 from loraplex.server.model.quantisation.quantisation import Quantisation
+from loraplex.server.model.spec.embedding_spec import EmbeddingSpec as EmbeddingSpec
+from loraplex.server.model.spec.embedding_spec import LayerInputs as LayerInputs
+from loraplex.server.model.spec.embedding_spec import PositionTable as PositionTable
 from loraplex.server.model.spec.linear_spec import LinearSpec, Matrix, Tensors
 from loraplex.server.model.spec.moe_spec import FeedForwardSpec, MoeSpec
 from loraplex.server.model.spec.norm_spec import NormSpec as NormSpec
@@ -244,99 +247,6 @@ class LayerSpec(msgspec.Struct, frozen=True):
             for step in self.steps
         )
         return LayerSpec(tuple(steps))
-
-
-class PositionTable(msgspec.Struct, frozen=True):
-    """Learned vectors of positions, which are added to the embedding. path: of the table, `[rows,
-    hidden]`. first: the row of the first position."""
-
-    path: str
-    rows: int
-    first: int = 0
-
-    @property
-    def tensor(self) -> str:
-        return f"{self.path}.weight"
-
-
-class LayerInputs(msgspec.Struct, frozen=True):
-    """Inputs of each layer beside the stream: `norm(x W^T) + scale * row`, where x is a token's
-    embedding and the row that of a table; W and the row are of all layers. path: of the table,
-    `[rows, layers * size]`. size: features for one layer, which the norm is over. linear: W.
-    devices: among so many a layer's features of table and sum are shared out; W is whole on each.
-    """
-
-    path: str
-    rows: int
-    layers: int
-    size: int
-    linear: LinearSpec
-    norm: NormSpec
-    scale: float
-    devices: int = 1
-
-    @property
-    def own_size(self) -> int:
-        """Features for one layer that this device has."""
-        return self.size // self.devices
-
-    @property
-    def tensor(self) -> str:
-        return f"{self.path}.weight"
-
-    def tensors(self) -> Tensors:
-        """Names and shapes of what the checkpoint holds."""
-        yield self.tensor, (self.rows, self.layers * self.own_size)
-        yield from self.linear.tensors()
-        yield from self.norm.tensors()
-
-
-class EmbeddingSpec(msgspec.Struct, frozen=True):
-    """A table `[vocab_size, size]`, whose rows are multiplied by `scale`, rounded to the dtype.
-    rows: those that this device has; None = all. positions: None = positions add nothing. types:
-    what the first text of a pair adds, and the second; None = nothing. norm: of the sum.
-    projection: from rows of the table to the residual stream; None = they are as wide.
-    projects_first: positions are added behind it. inputs: None = layers read the stream alone."""
-
-    path: str
-    vocab_size: int
-    size: int
-    scale: float = 1.0
-    rows: int | None = None
-    positions: PositionTable | None = None
-    types: PositionTable | None = None
-    norm: NormSpec | None = None
-    projection: LinearSpec | None = None
-    projects_first: bool = False
-    inputs: LayerInputs | None = None
-
-    @property
-    def num_types(self) -> int:
-        return 1 if self.types is None else self.types.rows
-
-    @property
-    def summed_size(self) -> int:
-        """Features of what positions and types are added to."""
-        first = self.projection if self.projects_first else None
-        return self.size if first is None else first.out_features
-
-    @property
-    def num_rows(self) -> int:
-        return self.vocab_size if self.rows is None else self.rows
-
-    @property
-    def tensor(self) -> str:
-        return f"{self.path}.weight"
-
-    def tensors(self) -> Tensors:
-        """Names and shapes of what the checkpoint holds."""
-        yield self.tensor, (self.num_rows, self.size)
-        for table in (self.positions, self.types):
-            if table is not None:
-                yield table.tensor, (table.rows, self.summed_size)
-        for part in (self.norm, self.projection, self.inputs):
-            if part is not None:
-                yield from part.tensors()
 
 
 class DistanceBias(msgspec.Struct, frozen=True):

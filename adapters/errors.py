@@ -36,7 +36,10 @@ class CommandError(Exception):
 
 
 class AdapterError(Exception):
-    """An adapter cannot be served. Carries everything that an HTTP answer needs."""
+    """An adapter cannot be served. Carries everything that an HTTP answer needs.
+
+    trained_for: what the adapter's config names as its base, where that is another; else "".
+    """
 
     def __init__(
         self,
@@ -44,12 +47,14 @@ class AdapterError(Exception):
         message: str,
         violations: tuple[Violation, ...] = (),
         retry_after_s: float | None = None,
+        trained_for: str = "",
     ) -> None:
         super().__init__(message)
         self.code: AdapterErrorCode = code
         self.message = message
         self.violations = violations
         self.retry_after_s = retry_after_s
+        self.trained_for = trained_for
 
 
 class AdapterChanged(AdapterError):

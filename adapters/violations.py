@@ -16,9 +16,13 @@ def shown(value: object) -> str:
 
 
 class Findings:
-    """Violations in the order found; those past `MAX_VIOLATIONS` are counted, not kept."""
+    """Violations in the order found; those past `MAX_VIOLATIONS` are counted, not kept.
+
+    trained_for: see AdapterError.
+    """
 
     def __init__(self) -> None:
+        self.trained_for = ""
         self._kept: list[Violation] = []
         self._total = 0
 
@@ -44,6 +48,7 @@ class Findings:
             if error.code != "invalid":
                 raise
             self.extend(error.violations)
+            self.trained_for = self.trained_for or error.trained_for
 
     def raise_if_any(self) -> None:
         """Ends the check: raises AdapterError `invalid` with everything found so far."""
@@ -56,7 +61,7 @@ class Findings:
         first = kept[0]
         others = f" (and {self._total - 1} more)" if self._total > 1 else ""
         message = f"the adapter cannot be served: {first.message}{others}"
-        raise AdapterError("invalid", message, tuple(kept))
+        raise AdapterError("invalid", message, tuple(kept), trained_for=self.trained_for)
 
 
 def invalid(code: str, where: str, message: str) -> AdapterError:

@@ -3,7 +3,7 @@
 import asyncio
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -62,16 +62,18 @@ from loraplex.router.policy.queue.waiting import WaitingQueue
 from loraplex.router.responses.desk import ResponseDesk
 from loraplex.router.service import Service
 from loraplex.router.shared.sharing import Sharing, make_sharing
-from loraplex.router.start_check import blaming, check_workers, declared_adapters
+from loraplex.router.start_check import base_names, blaming, check_workers, declared_adapters
 from loraplex.router.telemetry.caller_errors import CallerErrors
 from loraplex.router.telemetry.metrics import RouterMetrics
 from loraplex.router.telemetry.tracing import Tracing, make_tracing
 from loraplex.router.tenancy.keys_file import KeysFileError
 from loraplex.router.tenancy.tenancy import ExposureError, Tenancy, check_exposure, make_tenancy
 from loraplex.router.text.template_sandbox import TemplateSandbox
+from loraplex.router.text.turn_taking import TurnTaking
 from loraplex.router.uploads.courier import UploadCourier
 from loraplex.router.uploads.receiver import UploadReceiver
 from loraplex.router.workers.base_model import BaseModel
+from loraplex.router.workers.bases import Bases
 from loraplex.router.workers.client import WorkerClient
 from loraplex.router.workers.connections import Connections
 from loraplex.router.workers.fleet import Fleet
@@ -105,8 +107,8 @@ class _Ground:
     tenancy: Tenancy
     metrics: RouterMetrics
     roster: Roster
-    base: BaseModel
-    fleet: Fleet
+    names_known: asyncio.Event
+    bases: Bases
     catalog: Catalog
     use: AdapterUse
     sandbox: TemplateSandbox
@@ -122,7 +124,7 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
     ground = _ground(config, registry, hub)
     admin = _admin(ground)
     rollouts = Rollouts(admin, lambda by: ground.metrics.rollbacks.labels(by).inc())
-    declarations = Declarations(_watches(config, admin, rollouts), ground.fleet.names_known)
+    declarations = Declarations(_watches(config, admin, rollouts), ground.names_known)
     tokeniser = _tokeniser(ground)
     dispatcher = _dispatcher(ground, tokeniser)
     batches = _batches(ground, dispatcher)
@@ -133,15 +135,15 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
         sharing=ground.sharing,
         tenancy=ground.tenancy,
         metrics=ground.metrics,
-        base=ground.base,
-        fleet=ground.fleet,
+        bases=ground.bases,
         catalog=ground.catalog,
         admin=admin,
         rollouts=rollouts,
         keeper=_keeper(ground, rollouts),
         feedback=Feedback(ground.sharing.store, ground.catalog.rules.aliases, ground.metrics),
         declarations=declarations,
-        connections=_connections(ground, admin, dispatcher),
+        roster=ground.roster,
+        connections=_connections(ground, admin),
         tokeniser=tokeniser,
         dispatcher=dispatcher,
         answerer=answerer,
@@ -166,19 +168,14 @@ def _ground(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -> _Gro
     router_id = uuid.uuid4().hex
     sharing = _sharing(config)
     tenancy = _tenancy(config, sharing, router_id)
-    metrics = RouterMetrics(registry, config.metrics_adapters)
-    roster = Roster()
-    fleet = Fleet(
-        queue=WaitingQueue(_queue_limits(config)),
-        roster=roster,
-        worker_wait_s=config.worker_wait_s,
-        silence_s=config.worker_silence_s,
-        handed_over=metrics.handed_over.inc,
-    )
+    metrics = RouterMetrics(registry, config.metrics_adapters, base_names(config))
+    roster, names_known = Roster(), asyncio.Event()
+    names_known.set()
+    bases = _bases(config, roster, names_known, metrics.handed_over.inc)
     catalog = Catalog(
         rules=_rules(config, sharing, Pins(roster)),
         pin=_Pinner(hub).pin,
-        load=fleet.load_adapter,
+        load=bases.load,
         clock=_now,
         unix_time=time.time,
     )
@@ -189,8 +186,8 @@ def _ground(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -> _Gro
         tenancy=tenancy,
         metrics=metrics,
         roster=roster,
-        base=BaseModel(config, roster),
-        fleet=fleet,
+        names_known=names_known,
+        bases=bases,
         catalog=catalog,
         use=AdapterUse(time.time),
         sandbox=TemplateSandbox(),
@@ -199,6 +196,30 @@ def _ground(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -> _Gro
         body_limits=BodyLimits(config.max_body_bytes, config.body_timeout_s),
         shelf=_shelf(config),
     )
+
+
+def _bases(
+    config: RouterConfig,
+    roster: Roster,
+    names_known: asyncio.Event,
+    handed_over: Callable[[int], None],
+) -> Bases:
+    turns = TurnTaking()
+
+    def base(name: str) -> BaseModel:
+        own = roster.of(name) if name else roster
+        fleet = Fleet(
+            queue=WaitingQueue(_queue_limits(config)),
+            roster=own,
+            worker_wait_s=config.worker_wait_s,
+            silence_s=config.worker_silence_s,
+            handed_over=handed_over,
+            names_known=names_known,
+            base=name,
+        )
+        return BaseModel(config, own, fleet, turns, name)
+
+    return Bases([base(name) for name in base_names(config)])
 
 
 def _shelf(config: RouterConfig) -> UploadShelf:
@@ -213,15 +234,15 @@ def _uploads(ground: _Ground) -> UploadReceiver:
 
 
 def _admin(ground: _Ground) -> AdapterAdmin:
-    workers = AdapterWorkers(ground.catalog, ground.fleet, ground.config.adapter_timeout_s)
-    return AdapterAdmin(ground.catalog, workers, ground.use, ground.base.is_named, ground.router_id)
+    workers = AdapterWorkers(ground.catalog, ground.bases, ground.config.adapter_timeout_s)
+    is_taken = ground.bases.is_named
+    return AdapterAdmin(ground.catalog, workers, ground.use, is_taken, ground.router_id)
 
 
 def _dispatcher(ground: _Ground, tokeniser: Tokeniser) -> Dispatcher:
     return Dispatcher(
-        base=ground.base,
+        bases=ground.bases,
         catalog=ground.catalog,
-        fleet=ground.fleet,
         tokeniser=tokeniser,
         limits=_dispatch_limits(ground.config),
         use=ground.use,
@@ -251,7 +272,7 @@ def _responses(ground: _Ground, answerer: Answerer) -> ResponseDesk | None:
     if shelf is None or not config.responses.keep_s:
         return None
     limits, stop_s = config.responses, config.drain_timeout_s
-    return ResponseDesk(shelf, limits, answerer, ground.base, stop_s, time.time)
+    return ResponseDesk(shelf, limits, answerer, stop_s, time.time)
 
 
 def _watch(
@@ -261,9 +282,9 @@ def _watch(
     batches: BatchDesk | None,
 ) -> FleetWatch:
     return FleetWatch(
-        ground.base,
+        ground.bases,
+        ground.roster,
         ground.catalog,
-        ground.fleet,
         dispatcher,
         declarations,
         ground.errors,
@@ -284,26 +305,25 @@ def _answerer(ground: _Ground, dispatcher: Dispatcher) -> Answerer:
 
 def _declare_gauges(service: Service, registry: CollectorRegistry) -> None:
     """Metrics that are read at each scrape."""
-    metrics, fleet, door = service.metrics, service.fleet, service.front_door
-    watch_state(metrics, fleet, service.catalog, service.dispatcher)
+    metrics, door = service.metrics, service.front_door
+    watch_state(metrics, service.bases, service.roster, service.catalog, service.dispatcher)
     watch_declared(metrics, service.catalog.rules.aliases, service.declarations)
     watch_sharing(metrics, service.sharing, service.tenancy)
     watch_batches(metrics, service.batches)
     if service.config.metrics_compat:
-        compat = CompatMetrics(
-            service.base, fleet, service.catalog.rules.aliases, service.admin.use
-        )
+        aliases = service.catalog.rules.aliases
+        compat = CompatMetrics(service.bases, aliases, service.admin.use)
         compat.declare(Meters(registry, COMPAT_PREFIX), metrics)
     metrics.meters.watch("connections_open", "Connections of clients", lambda: door.open)
 
 
-def _connections(ground: _Ground, admin: AdapterAdmin, dispatcher: Dispatcher) -> Connections:
+def _connections(ground: _Ground, admin: AdapterAdmin) -> Connections:
     new_client = partial(
         WorkerClient,
         router_id=ground.router_id,
         secret=ground.config.secret,
         cards=CardStore(ground.config.cache_dir),
-        listener=Membership(ground.base, ground.fleet, admin, dispatcher, ground.background),
+        listener=Membership(ground.bases, ground.roster, admin, ground.background),
         courier=UploadCourier(ground.shelf),
     )
     return Connections(ground.roster, ground.config.workers, new_client)
@@ -392,7 +412,7 @@ def _watches(
 
 def _declared_check(ground: _Ground) -> DeclaredCheck:
     names = [registration.name for registration in declared_adapters(ground.config)]
-    return DeclaredCheck(ground.catalog, names, lambda: ground.fleet.ready)
+    return DeclaredCheck(ground.catalog, names, lambda: ground.bases.ready)
 
 
 class _Pinner:
@@ -417,7 +437,9 @@ class _Pinner:
 def _rules(config: RouterConfig, sharing: Sharing, pins: Pins) -> CatalogRules:
     declared = declared_adapters(config)
     rules = CatalogRules(
-        aliases=Aliases(sharing.store, sharing.link is not None, declared, pins),
+        aliases=Aliases(
+            sharing.store, sharing.link is not None, declared, pins, base_names(config)
+        ),
         hub_owners=config.hub_owners,
         hub_token=Secret(config.hub_token) if config.hub_token else None,
         share_hub_token=config.share_hub_token,

@@ -107,7 +107,8 @@ class Secret(str):
 class AdapterChoice(msgspec.Struct, frozen=True):
     """Which adapter the caller named, in the caller's words, and with which credential.
 
-    tenant: the caller's, whose own names come first. scale: multiplies what the adapter adds.
+    tenant: the caller's, whose own names come first. scale: multiplies what the adapter adds. base:
+    the name of the base that the caller named with it; "" = none, the adapter's own.
     """
 
     adapter_id: str
@@ -115,9 +116,10 @@ class AdapterChoice(msgspec.Struct, frozen=True):
     token: Secret | None = None
     tenant: str = ""
     scale: float = 1.0
+    base: str = ""
 
-    def asked_by(self, tenant: str) -> "AdapterChoice":
-        return msgspec.structs.replace(self, tenant=tenant)
+    def asked_by(self, tenant: str, base: str = "") -> "AdapterChoice":
+        return msgspec.structs.replace(self, tenant=tenant, base=base)
 
     @property
     def source(self) -> str:
@@ -133,8 +135,8 @@ class MergedChoice(msgspec.Struct, frozen=True):
     density: float
     majority_sign_method: SignMethod
 
-    def asked_by(self, tenant: str) -> "MergedChoice":
-        members = tuple(member.asked_by(tenant) for member in self.members)
+    def asked_by(self, tenant: str, base: str = "") -> "MergedChoice":
+        members = tuple(member.asked_by(tenant, base) for member in self.members)
         return msgspec.structs.replace(self, members=members)
 
     @property

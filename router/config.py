@@ -26,6 +26,12 @@ class RouterConfig:
     workers: tuple[str, ...] = option(
         (), "workers to serve from, e.g. ws://10.0.0.7:8090", flag="worker"
     )
+    bases: tuple[str, ...] = option(
+        (),
+        "a name of a base model to serve, as its workers say it; the first answers requests that"
+        " name no model (default: the one base that workers bring)",
+        flag="base",
+    )
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8080, "port to listen on (0 = any)")
     uds: Path | None = option(

@@ -1,5 +1,8 @@
 """Failures of a generation after the queue, and the error that the caller gets. Pure."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from loraplex.adapters.errors import AdapterError
 from loraplex.router.api.errors import from_adapter_error, from_engine_error
 from loraplex.router.call import Api, RequestError, adapter_field
@@ -53,6 +56,17 @@ FAILURES = (
 
 # Of these no adapter is the cause.
 EXCUSED = (QueueFull, NoWorker, ReaderTooSlow, Stopping)
+
+
+@contextmanager
+def as_request_errors(api: Api) -> Iterator[None]:
+    """Turns failures of the queue, of workers and of adapters into errors of a request. Raises
+    RequestError.
+    """
+    try:
+        yield
+    except FAILURES as error:
+        raise request_error(error, api) from error
 
 
 def request_error(error: Exception, api: Api) -> RequestError:

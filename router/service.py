@@ -33,10 +33,10 @@ from loraplex.router.telemetry.tracing import Tracing
 from loraplex.router.tenancy.tenancy import Tenancy
 from loraplex.router.text.template_sandbox import TemplateSandbox
 from loraplex.router.uploads.receiver import UploadReceiver
-from loraplex.router.workers.base_model import BaseModel
+from loraplex.router.workers.bases import Bases
 from loraplex.router.workers.connections import Connections
 from loraplex.router.workers.discovery import Discovery
-from loraplex.router.workers.fleet import Fleet
+from loraplex.router.workers.roster import Roster
 
 _START_POLL_S = 0.02
 _START_POLLS = 100
@@ -47,14 +47,14 @@ class Service:
     """The parts that routes need."""
 
     config: RouterConfig
-    base: BaseModel
+    bases: Bases
     catalog: Catalog
     admin: AdapterAdmin
     rollouts: Rollouts
     keeper: RolloutKeeper
     feedback: Feedback
     declarations: Declarations
-    fleet: Fleet
+    roster: Roster
     connections: Connections
     tokeniser: Tokeniser
     dispatcher: Dispatcher
@@ -82,7 +82,7 @@ class Service:
         """
         if self.dispatcher.draining:
             return "the router is being stopped"
-        if not self.fleet.ready or self.base.text is None:
+        if not self.bases.ready:
             return "no worker is ready"
         return self.declarations.why_not_applied
 
@@ -104,7 +104,7 @@ class Service:
     async def _tasks(self) -> AsyncIterator[None]:
         """Runs the background tasks. They are over before the store that they ask is closed."""
         works = [
-            self.fleet.run(),
+            *(base.fleet.run() for base in self.bases),
             self.connections.run(),
             watch_loop_lag(self.metrics.loop_lag_s.observe),
             self.catalog.rules.aliases.run(),
@@ -137,7 +137,7 @@ class Service:
 
     async def _first_worker(self) -> None:
         """Let early requests wait a moment, until a restarted router knows its workers."""
-        for _ in range(_START_POLLS if self.fleet.clients or self.sharing.link else 0):
-            if self.fleet.ready and self.base.text is not None:
+        for _ in range(_START_POLLS if self.roster.clients or self.sharing.link else 0):
+            if self.bases.ready:
                 return
             await asyncio.sleep(_START_POLL_S)

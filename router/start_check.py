@@ -34,6 +34,7 @@ def check_options(config: RouterConfig) -> None:
     What fails at one entry of the adapters file costs that entry alone, later as at the start.
     """
     check_workers(config)
+    check_bases(config)
     _check_void(config)
     declared_adapters(config)
     with blaming("--host", ExposureError):
@@ -91,6 +92,21 @@ def check_workers(config: RouterConfig) -> None:
         with blaming(f"--worker {url!r}", ValueError):
             if not is_worker_url(url):
                 raise ValueError("expected ws://host:port or wss://host:port")
+
+
+def base_names(config: RouterConfig) -> tuple[str, ...]:
+    """Names of the router's bases; "" of the only one, where none is declared."""
+    return config.bases or ("",)
+
+
+def check_bases(config: RouterConfig) -> None:
+    """Checks the names of bases. Raises RouterConfigError."""
+    adapters = {text.partition("=")[0] for text in config.adapters}
+    for name in config.bases:
+        if name in BASE_PLACEHOLDERS or config.bases.count(name) > 1:
+            raise RouterConfigError(f"--base {name!r}: expected a name, and each once")
+        if name in adapters:
+            raise RouterConfigError(f"--base {name!r}: --adapter gives this name to an adapter")
 
 
 def declared_adapters(config: RouterConfig) -> list[Registration]:

@@ -224,6 +224,7 @@ def check_base_name(
         "--allow-other-base takes any name"
     )
     findings.add("wrong_base", "base_model_name_or_path", message)
+    findings.trained_for = trained_for
 
 
 def may_be_lora(tensor: TensorInfo) -> bool:

@@ -5,11 +5,12 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -19,12 +20,12 @@ from loraplex.router.call import (
     DIGEST_HEADER,
     AdapterChoice,
     AnswerHead,
-    Api,
     GenerationCall,
     RequestError,
     adapter_field,
 )
-from loraplex.router.failures import FAILURES, Aborted, RequestQuarantined, Stopping, request_error
+from loraplex.router.failures import Aborted, RequestQuarantined, Stopping, as_request_errors
+from loraplex.router.generation.body_reader import BodyReader, Read, Unread
 from loraplex.router.generation.generation import Generation
 from loraplex.router.generation.inbox import Inbox
 from loraplex.router.generation.prompts import Prompt
@@ -40,6 +41,7 @@ from loraplex.router.generation.way_in import (
 from loraplex.router.names.catalog import Catalog
 from loraplex.router.names.served import ServedAdapter
 from loraplex.router.names.use import AdapterUse
+from loraplex.router.policy.queue.waiting import WaitingQueue
 from loraplex.router.policy.rollout import sticky_value
 from loraplex.router.telemetry.observer import RequestObserver
 from loraplex.router.tenancy.keys import Caller
@@ -48,11 +50,14 @@ from loraplex.router.tenancy.scope import check_scope
 from loraplex.router.tenancy.usage import OTHER
 from loraplex.router.text.model import TextModel
 from loraplex.router.workers.base_model import BaseModel
+from loraplex.router.workers.bases import Bases
 from loraplex.router.workers.fleet import Fleet
 
 # Of the requests that are answered at once: the part of one tenant, where callers have keys, and of
 # all batches together.
 MOST_OF_ONE = 3 / 4
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +86,8 @@ class Dispatcher:
 
     def __init__(
         self,
-        base: BaseModel,
+        bases: Bases,
         catalog: Catalog,
-        fleet: Fleet,
         tokeniser: Tokeniser,
         limits: DispatchLimits,
         use: AdapterUse,
@@ -97,9 +101,9 @@ class Dispatcher:
         # Of requests that no batch asks: whose each is, and its ids.
         self._abortable: dict[Inbox, tuple[str, frozenset[str]]] = {}
         self._starting: set[asyncio.Timeout] = set()
-        self._base = base
+        self.reader = BodyReader(bases, catalog.rules)
+        self._bases = bases
         self._catalog = catalog
-        self._fleet = fleet
         self._limits = limits
         self._use = use
         self._retries = retries
@@ -125,37 +129,55 @@ class Dispatcher:
 
         What a step takes is given back when the generation is closed, or could not be started.
         """
-        api_request = await self._parse(arrived)
-        authorised = self.authorise(api_request.call, arrived.caller, arrived.request_id)
-        authorised = msgspec.structs.replace(authorised, session=arrived.session)
-        with _as_request_errors(authorised.call.api):
-            await self._fleet.until_ready(authorised.tenant, len(arrived.body))
-        # Not before: a worker that came in the meantime may serve another base.
-        model = self._base.require_for(authorised.caller)
-        check_early(authorised.call, model.card)
-        observer.asked(authorised.call, authorised.tenant, model.card.names[0])
+        read = await self._parse(arrived)
+        authorised, model = await self._begin(arrived, read)
+        name = model.card.names[0]
+        observer.asked(authorised.call, authorised.tenant, name, read.base.name)
         deadline = asyncio.get_running_loop().time() + self._limits.request_timeout_s
-        with ExitStack() as held, _as_request_errors(authorised.call.api):
+        with ExitStack() as held, as_request_errors(authorised.call.api):
             held.callback(observer.closed)
             charge.adapter = "" if authorised.adapter is None else OTHER
             self._count(held, authorised.caller)
             async with self._until(deadline):
-                await self._enter(authorised, charge)
+                held.callback(read.base.hold())
+                await self._enter(authorised, read.base, charge)
                 adapter = await self._resolve(authorised, observer)
                 if adapter is not None:
                     charge.adapter = adapter.counted_as
                     held.callback(self._use.hold(adapter))
+                    if (base := self._bases.of(adapter.base)) is not read.base:
+                        read = await self._parse(arrived, base)
+                        held.callback(base.hold())
+                        observer.of_base(base.name)
+                        authorised, model = await self._begin(arrived, read)
                 resolved = await self._with_text(model, adapter)
                 check_kind(authorised.call, resolved.model.card, resolved.adapter)
                 tokenised = await self._tokenise(authorised, resolved, observer)
-            admitted = await self._admit(authorised, resolved, tokenised, charge, held)
+            fleet = read.base.fleet
+            admitted = await self._admit(authorised, resolved, tokenised, fleet, charge, held)
             generation = self._run(
-                authorised, resolved, tokenised, admitted, deadline, observer, held
+                authorised, resolved, tokenised, admitted, fleet, deadline, observer, held
             )
-        return Started(generation, api_request)
+        return Started(generation, read.parsed)
+
+    async def _begin(
+        self, arrived: ArrivedRequest, read: Read[ApiRequest]
+    ) -> tuple[AuthorisedRequest, TextModel]:
+        """Authorises a request, and waits for workers of its base. Returns the base's texts, too.
+        Raises RequestError.
+        """
+        authorised = self.authorise(read, read.parsed.call, arrived.caller, arrived.request_id)
+        authorised = msgspec.structs.replace(authorised, session=arrived.session)
+        with as_request_errors(authorised.call.api):
+            await read.base.fleet.until_ready(authorised.tenant, len(arrived.body))
+        # Not before: a worker that came in the meantime may serve another model.
+        model = read.base.require_for(authorised.caller)
+        if read.is_certain:
+            check_early(authorised.call, model.card)
+        return authorised, model
 
     async def prompts(
-        self, authorised: AuthorisedRequest, observer: RequestObserver
+        self, authorised: AuthorisedRequest, base: BaseModel, observer: RequestObserver
     ) -> tuple[TextModel, list[Prompt]]:
         """Prompts that `start` would run, of any length, and the model of their tokens. Nothing is
         run.
@@ -163,11 +185,12 @@ class Dispatcher:
         Raises RequestError.
         """
         deadline = asyncio.get_running_loop().time() + self._limits.request_timeout_s
-        with ExitStack() as held, _as_request_errors(authorised.call.api):
+        with ExitStack() as held, as_request_errors(authorised.call.api):
             self._count(held, authorised.caller)
             async with self._until(deadline):
-                model = self._base.require_for(authorised.caller)
                 adapter = await self._resolve(authorised, observer)
+                base = base if adapter is None else self._bases.of(adapter.base)
+                model = base.require_for(authorised.caller)
                 resolved = await self._with_text(model, adapter)
                 return resolved.model, await self._prompts(authorised, resolved, observer)
 
@@ -204,22 +227,27 @@ class Dispatcher:
 
     # The steps
 
-    async def _parse(self, arrived: ArrivedRequest) -> ApiRequest:
-        """Reads the body of a request, once a model's names are known. Raises RequestError."""
-        if self._base.text is None:  # without a model's names nothing can be said of the body
-            with _as_request_errors("chat"):
-                await self._fleet.until_ready(arrived.caller.tenant, len(arrived.body))
-            self._base.require()
-        return await self._base.require_for(arrived.caller).turns.parsed(
-            arrived.body, lambda body: arrived.parse(body, self._base.limits, arrived.bearer)
-        )
-
-    def authorise(self, call: GenerationCall, caller: Caller, request_id: str) -> AuthorisedRequest:
-        """Checks that the caller's key opens what a call asks for. Raises RequestError for what it
-        does not open.
+    async def _parse(
+        self, arrived: ArrivedRequest, base: BaseModel | None = None
+    ) -> Read[ApiRequest]:
+        """Reads the body of a request, once its model's names are known. base: None = the one that
+        the body is for. Raises RequestError.
         """
-        adapter = None if call.adapter is None else call.adapter.asked_by(caller.tenant)
-        names, param = self._base.require().card.names, adapter_field(call.api)
+        call_of: Callable[[ApiRequest], GenerationCall] = attrgetter("call")
+        unread = Unread(arrived.body, arrived.parse, arrived.caller, arrived.bearer, call_of)
+        if base is None:
+            return await self.reader.read(unread, waits=True)
+        return await self.reader.read_for(base, unread, waits=True)
+
+    def authorise(
+        self, read: Read[T], call: GenerationCall, caller: Caller, request_id: str
+    ) -> AuthorisedRequest:
+        """Checks that the caller's key opens what a call asks for. read: the body of the call.
+        Raises RequestError for what the key does not open.
+        """
+        choice = call.adapter
+        adapter = None if choice is None else choice.asked_by(caller.tenant, read.named)
+        names, param = read.base.require().card.names, adapter_field(call.api)
         check_scope(caller, adapter, names, self._catalog.rules.registered_name, param)
         return AuthorisedRequest(request_id, caller, call, adapter)
 
@@ -250,14 +278,13 @@ class Dispatcher:
         if same is self._live:
             self._live_until = asyncio.get_running_loop().time()
 
-    async def _enter(self, authorised: AuthorisedRequest, charge: Charge) -> None:
+    async def _enter(self, authorised: AuthorisedRequest, base: BaseModel, charge: Charge) -> None:
         """Checks that the queue has room for a request, before work is done for it: to refuse must
         be cheap. Raises as `_admit`.
         """
         call = authorised.call
-        self._check_room(
-            authorised.tenant, max(1 + len(call.further), len(call.prompts)) * call.best_of, 0
-        )
+        count = max(1 + len(call.further), len(call.prompts)) * call.best_of
+        self._check_room(base.fleet.queue, authorised.tenant, count, 0)
         await charge.enter()
 
     async def _resolve(
@@ -313,6 +340,7 @@ class Dispatcher:
         authorised: AuthorisedRequest,
         resolved: ResolvedRequest,
         tokenised: TokenisedRequest,
+        fleet: Fleet,
         charge: Charge,
         held: ExitStack,
     ) -> AdmittedRequest:
@@ -321,12 +349,12 @@ class Dispatcher:
 
         Raises RequestQuarantined, QueueFull, RequestError.
         """
-        self._check_quarantine(resolved.acting, tokenised)
+        self._check_quarantine(resolved, tokenised)
         count = tokenised.num_sequences
         nbytes = BYTES_A_TOKEN * authorised.call.best_of * tokenised.num_prompt_tokens
-        self._check_room(authorised.tenant, count, nbytes)
-        room = self._fleet.queue.promise(authorised.tenant, count, nbytes)
-        held.callback(self._fleet.queue.release, room)
+        self._check_room(fleet.queue, authorised.tenant, count, nbytes)
+        room = fleet.queue.promise(authorised.tenant, count, nbytes)
+        held.callback(fleet.queue.release, room)
         head = _head(authorised, resolved, tokenised)
         tokens = (tokenised.num_prompt_tokens, tokenised.most_output_tokens)
         await charge.admit(head.adapter_digest, *tokens)
@@ -339,13 +367,15 @@ class Dispatcher:
         resolved: ResolvedRequest,
         tokenised: TokenisedRequest,
         admitted: AdmittedRequest,
+        fleet: Fleet,
         deadline: float,
         observer: RequestObserver,
         held: ExitStack,
     ) -> Generation:
         """Brings its sequences into the queue. What is held is the generation's from now on."""
         context = RunContext(
-            fleet=self._fleet,
+            fleet=fleet,
+            base_digest=resolved.model.card.base_digest,
             inbox=self._inbox(authorised, tokenised, held),
             retries=self._retries,
             adapter=resolved.adapter,
@@ -386,21 +416,23 @@ class Dispatcher:
         held.callback(self._inboxes.discard, inbox)
         return inbox
 
-    def _check_quarantine(self, acting: str | None, tokenised: TokenisedRequest) -> None:
+    def _check_quarantine(self, resolved: ResolvedRequest, tokenised: TokenisedRequest) -> None:
         """Checks that no prompt of a request is in quarantine. Raises RequestQuarantined."""
         quarantine = self._retries.quarantine
         if not len(quarantine):
             return
         now = asyncio.get_running_loop().time()
+        acting, base = resolved.acting, resolved.model.card.base_digest
         for task in tokenised.tasks:
-            if quarantine.holds(fingerprint(acting, task.prompt.ids, task.sampling), now):
+            if quarantine.holds(fingerprint(base, acting, task.prompt.ids, task.sampling), now):
                 raise RequestQuarantined
 
-    def _check_room(self, tenant: str, sequences: int, nbytes: int) -> None:
+    def _check_room(
+        self, queue: WaitingQueue[Any], tenant: str, sequences: int, nbytes: int
+    ) -> None:
         """Checks that the queue has room for so many sequences and bytes. Raises QueueFull;
         RequestError for more than the queue could ever hold.
         """
-        queue = self._fleet.queue
         limits = queue.capacity.limits
         most, most_bytes = limits.most_at_once, limits.most_bytes_at_once
         if sequences > most:
@@ -410,17 +442,6 @@ class Dispatcher:
                 "invalid", f"at most {most_bytes} bytes of prompts a request, got {nbytes}"
             )
         queue.check_room(tenant, sequences, nbytes, asyncio.get_running_loop().time())
-
-
-@contextmanager
-def _as_request_errors(api: Api) -> Iterator[None]:
-    """Turns failures of the queue, of workers and of adapters into errors of a request. Raises
-    RequestError.
-    """
-    try:
-        yield
-    except FAILURES as error:
-        raise request_error(error, api) from error
 
 
 def _salt(authorised: AuthorisedRequest, share_prefixes: bool) -> str:

@@ -57,14 +57,16 @@ class Retries:
         self.probation = asyncio.Lock()
 
 
-def fingerprint(adapter: str | None, prompt_ids: list[int], sampling: SamplingParams) -> bytes:
+def fingerprint(
+    base: str, adapter: str | None, prompt_ids: list[int], sampling: SamplingParams
+) -> bytes:
     """Makes a key that is equal for requests that are the same to a worker, whatever their caller
     and seed.
 
-    adapter: as of `GenerateRequest.acting`.
+    base: its digest. adapter: as of `GenerateRequest.acting`.
     """
     return hashlib.blake2b(
-        encode((adapter, prompt_ids, sampling)), digest_size=16, person=b"quarantine"
+        encode((base, adapter, prompt_ids, sampling)), digest_size=16, person=b"quarantine"
     ).digest()
 
 
@@ -74,10 +76,12 @@ class RunContext(msgspec.Struct, frozen=True):
     forget_adapter: to be called when a worker does not admit what the catalog says. tenant: the
     request's; "" = nobody's. weight: the tenant's. salt: names the cached prefixes that may be
     used. drafts: as in GenerateRequest. room: in the queue, for all of the sequences. session:
-    its sequences had better run where the last of this session ran; "" = none.
+    its sequences had better run where the last of this session ran; "" = none. fleet: the workers
+    of its base, whose digest is `base_digest`.
     """
 
     fleet: Fleet
+    base_digest: str
     inbox: Inbox
     retries: Retries
     adapter: ServedAdapter | None
@@ -291,7 +295,8 @@ class SequenceRun:
 
     def _quarantine(self) -> None:
         request = self._request
-        mark = fingerprint(request.acting, request.prompt_ids, request.sampling)
+        base = self._context.base_digest
+        mark = fingerprint(base, request.acting, request.prompt_ids, request.sampling)
         self._context.retries.quarantine.add(mark, asyncio.get_running_loop().time())
         self._observer.quarantined()
         logger.error("request %s killed the workers that it ran on", request.request_id)

@@ -8,7 +8,7 @@ alone. A name is the fleet's or one tenant's, and a tenant's own comes before th
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -17,7 +17,8 @@ from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.ref import AdapterRef
 from loraplex.router.call import Secret
 from loraplex.router.names.owned_name import OwnedName
-from loraplex.router.names.registration import Registration, of_this_form
+from loraplex.router.names.registration import Registration, of_bases, of_this_form
+from loraplex.router.policy.rollout import Held
 from loraplex.router.shared.replica import Conflict, Replica
 from loraplex.router.shared.store import MAX_ROWS, Store, StoreDown, TableFull
 
@@ -42,7 +43,7 @@ class Aliases:
 
     is_shared: whether other routers read the table. Credentials of registrations never go there.
     claimed: what the adapters file names, had or not: nobody gets another adapter in its place.
-    expected: those of them that are being fetched and judged.
+    expected: those of them that are being fetched and judged. bases: names of the router's bases.
     """
 
     def __init__(
@@ -51,7 +52,9 @@ class Aliases:
         is_shared: bool,
         declared: Iterable[Registration] = (),
         listener: AliasListener | None = None,
+        bases: Sequence[str] = ("",),
     ) -> None:
+        self._bases = tuple(bases)
         self._listener = listener
         self.is_shared = is_shared
         self.claimed: frozenset[OwnedName] = frozenset()
@@ -140,9 +143,9 @@ class Aliases:
         found = (self.get(name) for name in sorted(names))
         return [one for one in found if one is not None and one.pinned]
 
-    def pinned_digests(self) -> set[str]:
-        """Digests of the content that stays on the device."""
-        return {content.digest for one in self.pinned() for content in one.pinned_contents}
+    def pins(self) -> set[Held]:
+        """Contents that stay on the device."""
+        return {content.held for one in self.pinned() for content in one.pinned_contents}
 
     def uploads(self) -> set[str]:
         """Digests of the uploads that names need. Raises AdapterError while names are not known."""
@@ -226,7 +229,7 @@ class Aliases:
         except (msgspec.DecodeError, UnicodeDecodeError):
             logger.error("the store has an adapter that cannot be read")
             return None
-        row = of_this_form(row)
+        row = of_bases(of_this_form(row), self._bases)
         ref, token = self._tokens.get(row.key, (None, None))
         return msgspec.structs.replace(row, token=token) if ref == row.ref else row
 

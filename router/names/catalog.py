@@ -10,6 +10,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -42,8 +43,17 @@ _NEGATIVE_TTL_S = 5.0
 _OF_OPERATOR = ("not_found", "unauthorized", "forbidden")
 
 Pin = Callable[[AdapterRef, Secret | None], Awaitable[AdapterRef]]
-Load = Callable[[Origin, Secret | None], Awaitable[AdapterManifest]]
-_Key = tuple[Origin, str]
+# The third argument and the second value are the names of bases: of the one that must have it ("" =
+# its config says), and of the one that has it.
+Load = Callable[[Origin, Secret | None, str], Awaitable[tuple[AdapterManifest, str]]]
+
+
+class _Key(NamedTuple):
+    """What an answer is remembered for. base: as of `Load`. credential: its fingerprint."""
+
+    origin: Origin
+    credential: str
+    base: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,17 +150,18 @@ class CatalogRules:
 
 
 class _Outcome(msgspec.Struct, frozen=True):
-    """A remembered answer. origin (pinned) and manifest, or error."""
+    """A remembered answer. origin (pinned), manifest and base, or error."""
 
     until: float
     origin: Origin | None = None
     manifest: AdapterManifest | None = None
     error: AdapterError | None = None
+    base: str = ""
 
 
 class Catalog:
     """Finds the adapter that a request names, and remembers contents. `pin`: reference -> reference
-    with a commit; `load`: pinned reference -> manifest.
+    with a commit; `load`: pinned reference -> manifest, see `Load`.
 
     clock: seconds, monotonic. unix_time: seconds since the epoch.
     """
@@ -185,9 +196,10 @@ class Catalog:
         ref, token = self.rules.target(choice)
         alias = self.rules.registration(choice)
         if alias is not None and alias.state == "ready":
-            return self._served(choice, alias, sticky)
+            return await self._of_base(self._served(choice, alias, sticky), choice.base)
         try:
-            served = await self._serve(choice.adapter_id, ref, token)
+            base = choice.base if alias is None else ""
+            served = await self._serve(choice.adapter_id, ref, token, base)
         except AdapterError as error:
             self._note_failure(choice, ref, token, error)
             if alias is not None and self._is_operators(error, alias, token):
@@ -206,9 +218,17 @@ class Catalog:
             log.info("adapter %s can be loaded now", alias.key)
         if alias.digest != served.digest or is_mended:
             assert isinstance(served.origin, AdapterRef)
-            content = Content(served.origin, served.manifest)
+            content = Content(served.origin, served.manifest, served.base)
             self.rules.aliases.note(alias, seen(alias, content, self._unix_time()))
-        return msgspec.structs.replace(served, alias=alias.key, tool_format=alias.tool_format)
+        own = msgspec.structs.replace(served, alias=alias.key, tool_format=alias.tool_format)
+        return await self._of_base(own, choice.base)
+
+    async def _of_base(self, served: ServedAdapter, base: str) -> ServedAdapter:
+        """The adapter as workers of a base have it. base: "" = its own. Raises AdapterError."""
+        if base in ("", served.base):
+            return served
+        there = await self._serve(served.adapter_id, served.origin, served.token, base)
+        return msgspec.structs.replace(served, manifest=there.manifest, base=base, rollout="")
 
     async def look(self, choice: AdapterChoice) -> None:
         """Whether its source gives it to whoever opens it; asks no worker. Raises AdapterError."""
@@ -259,8 +279,10 @@ class Catalog:
         """
         return token == self.rules.credential(alias)
 
-    async def _serve(self, adapter_id: str, origin: Origin, token: Secret | None) -> ServedAdapter:
-        key = (origin, _fingerprint(token))
+    async def _serve(
+        self, adapter_id: str, origin: Origin, token: Secret | None, base: str
+    ) -> ServedAdapter:
+        key = _Key(origin, _fingerprint(token), base)
         outcome = self._outcomes.get(key)
         if outcome is None or outcome.until <= self._clock():
             outcome = await self._resolve_once(key, token)
@@ -268,7 +290,7 @@ class Catalog:
             raise _copy(outcome.error)
         assert outcome.origin is not None
         assert outcome.manifest is not None
-        return ServedAdapter(adapter_id, outcome.origin, token, outcome.manifest)
+        return ServedAdapter(adapter_id, outcome.origin, token, outcome.manifest, base=outcome.base)
 
     async def _resolve_merge(self, choice: MergedChoice, sticky: str) -> ServedAdapter:
         """Resolves the members of a merge. Every member is authorised for this caller before
@@ -281,15 +303,16 @@ class Catalog:
         for member in members:
             if member.digest == sole:
                 return msgspec.structs.replace(member, adapter_id=choice.adapter_id)
+        base = members[0].base
         try:
-            served = await self._serve(choice.adapter_id, merge, None)
+            served = await self._serve(choice.adapter_id, merge, None, base)
             if self._is_stale(authorised):
                 await self._members(choice, sticky)
             return served
         except AdapterError as error:
             if has_changed(error):
                 self.forget(choice)
-                self._outcomes.pop((merge, _fingerprint(None)), None)
+                self._outcomes.pop(_Key(merge, _fingerprint(None), base), None)
                 raise changed() from error
             raise
 
@@ -344,7 +367,8 @@ class Catalog:
             self._note_problem(alias, problem)
             return
         ref, token = self.rules.target(choice)
-        self._outcomes.pop((ref, _fingerprint(token)), None)
+        for base in {"", choice.base}:
+            self._outcomes.pop(_Key(ref, _fingerprint(token), base), None)
 
     def names(self) -> dict[str, str]:
         """Digest -> what it was last resolved from, for people."""
@@ -359,12 +383,12 @@ class Catalog:
         if ref.source == "alias":
             raise AdapterError("invalid", f"the adapters file does not say what {ref.name!r} means")
         self.rules.check_owner(ref)
-        outcome = await self._fetch(ref, token)
+        outcome = await self._fetch(_Key(ref, "", ""), token)
         if outcome.error is not None:
             raise outcome.error
         assert isinstance(outcome.origin, AdapterRef)
         assert outcome.manifest is not None
-        return Content(outcome.origin, outcome.manifest)
+        return Content(outcome.origin, outcome.manifest, outcome.base)
 
     def _served(self, choice: AdapterChoice, alias: Registration, sticky: str) -> ServedAdapter:
         content = self.rules.content(choice, alias, sticky)
@@ -377,6 +401,7 @@ class Catalog:
             alias=alias.key,
             rollout=rollout,
             tool_format=alias.tool_format,
+            base=content.base,
         )
 
     async def _resolve_once(self, key: _Key, token: Secret | None) -> _Outcome:
@@ -391,7 +416,7 @@ class Catalog:
         return await asyncio.shield(task)
 
     async def _settle(self, key: _Key, token: Secret | None) -> _Outcome:
-        outcome = await self._fetch(key[0], token)
+        outcome = await self._fetch(key, token)
         # A passing fault is shared with those who waited for it, and with nobody else.
         if outcome.error is None or outcome.error.code != "unavailable":
             self._outcomes[key] = outcome
@@ -400,13 +425,14 @@ class Catalog:
                 self._outcomes.popitem(last=False)
         return outcome
 
-    async def _fetch(self, origin: Origin, token: Secret | None) -> _Outcome:
+    async def _fetch(self, key: _Key, token: Secret | None) -> _Outcome:
+        origin = key.origin
         try:
             async with asyncio.timeout(self.rules.timeout_s):
                 authorised = self._clock()
                 if not isinstance(origin, Merge):
                     origin = await self._pin(origin, token)
-                manifest = await self._load(origin, token)
+                manifest, base = await self._load(origin, token, key.base)
                 if not isinstance(origin, Merge) and self._is_stale(authorised):
                     authorised = self._clock()
                     await self._pin(origin, token)
@@ -415,7 +441,7 @@ class Catalog:
         except TimeoutError:
             late = f"the adapter was not ready within {self.rules.timeout_s:g} s"
             return _Outcome(self._clock(), error=AdapterError("unavailable", late, (), 5.0))
-        return _Outcome(authorised + self.rules.ttl_s, origin, manifest)
+        return _Outcome(authorised + self.rules.ttl_s, origin, manifest, base=base)
 
     def _is_stale(self, authorised: float) -> bool:
         """Whether a caller's access must be proved once more: what it waited for took so long."""

@@ -3,7 +3,7 @@
 A name is only what somebody wrote: what is served is the content behind it, by its digest.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
@@ -13,7 +13,7 @@ from loraplex.adapters.manifest import DIGEST_FORM
 from loraplex.adapters.ref import AdapterRef, format_ref
 from loraplex.router.call import Secret
 from loraplex.router.names.owned_name import OwnedName
-from loraplex.router.policy.rollout import Content, Declared, Guards, Rollout
+from loraplex.router.policy.rollout import Content, Declared, Guards, Held, Rollout
 
 MAX_HISTORY = 32
 MAX_KEPT = 32
@@ -135,10 +135,15 @@ class Registration(msgspec.Struct, frozen=True):
         return self.state in _IN_SERVICE
 
     @property
-    def digests(self) -> frozenset[str]:
+    def held(self) -> frozenset[Held]:
         """All that requests may get by this name, now or soon."""
-        kept = (version.content.digest for version in self.kept)
-        return frozenset((*kept, *(content.digest for content in self._present)))
+        kept = (version.content.held for version in self.kept)
+        return frozenset((*kept, *(content.held for content in self._present)))
+
+    @property
+    def base(self) -> str | None:
+        """The name of its adapter's base; None = not known yet."""
+        return None if self.content is None else self.content.base
 
     @property
     def uploads(self) -> frozenset[str]:
@@ -183,6 +188,31 @@ def of_this_form(registration: Registration) -> Registration:
     state: AliasState = "registered" if registration.state == "ready" else registration.state
     return msgspec.structs.replace(
         registration, content=None, kept=(), rollout=None, history=(), state=state
+    )
+
+
+def of_bases(registration: Registration, bases: Sequence[str]) -> Registration:
+    """The registration with contents of these bases alone. bases: names of those that the router
+    serves; contents of any other are taken for the first one's, and its workers judge them anew.
+    """
+
+    def of_known(content: Content) -> Content:
+        is_known = content.base in bases
+        return content if is_known else msgspec.structs.replace(content, base=bases[0])
+
+    content, kept, rollout = registration.content, registration.kept, registration.rollout
+    if all(held.base in bases for held in registration.held):
+        return registration
+    if rollout is not None:
+        versions = tuple(
+            msgspec.structs.replace(v, content=of_known(v.content)) for v in rollout.versions
+        )
+        rollout = msgspec.structs.replace(rollout, versions=versions)
+    return msgspec.structs.replace(
+        registration,
+        content=None if content is None else of_known(content),
+        kept=tuple(msgspec.structs.replace(v, content=of_known(v.content)) for v in kept),
+        rollout=rollout,
     )
 
 

@@ -10,6 +10,7 @@ from loraplex.adapters.merge.recipe import MergeMember, MergeRecipe, make_recipe
 from loraplex.adapters.ref import AdapterRef, format_ref
 from loraplex.router.call import MergedChoice, Secret
 from loraplex.router.names.owned_name import OwnedName
+from loraplex.router.policy.rollout import Held
 from loraplex.server.protocol import AdapterMerge, MemberSource, acting
 
 _CHANGED_RETRY_S = 1.0
@@ -49,7 +50,7 @@ class ServedAdapter(msgspec.Struct, frozen=True):
     origin: a pinned reference, or a merge. token: what opens the reference at its source.
     alias: the registered name that it was named by. rollout: of that name, under which this
     version was chosen; "" = none. tool_format: what its registration says; "" = nothing.
-    scale: of the request's rows; the content knows nothing of it.
+    scale: of the request's rows; the content knows nothing of it. base: see Held.
     """
 
     adapter_id: str
@@ -60,6 +61,11 @@ class ServedAdapter(msgspec.Struct, frozen=True):
     rollout: str = ""
     tool_format: str = ""
     scale: float = 1.0
+    base: str = ""
+
+    @property
+    def held(self) -> Held:
+        return Held(self.base, self.digest)
 
     @property
     def acting(self) -> str:
@@ -86,6 +92,8 @@ def merge_of(choice: MergedChoice, members: Sequence[ServedAdapter]) -> Merge:
         MergeMember(member.digest, weight)
         for member, weight in zip(members, choice.weights, strict=True)
     ]
+    if len({member.base for member in members}) > 1:
+        raise AdapterError("invalid", "adapters of several bases cannot be merged")
     recipe = make_recipe(weighted, choice.strategy, choice.density, choice.majority_sign_method)
     origins = {
         member.digest: (member.origin, member.token)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from loraplex.router.names.owned_name import OwnedName
 from loraplex.router.names.served import ServedAdapter
+from loraplex.router.policy.rollout import Held
 
 MAX_REMEMBERED = 1 << 16
 
@@ -19,7 +20,7 @@ class Use(NamedTuple):
 
     alias: OwnedName | None
     reference: str
-    digest: str
+    held: Held
 
     @property
     def name(self) -> str:
@@ -32,7 +33,7 @@ class AdapterUse:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._running: dict[Use, int] = {}
-        self._last_used: OrderedDict[str, float] = OrderedDict()
+        self._last_used: OrderedDict[Held, float] = OrderedDict()
         self._idle = asyncio.Condition()
         self._waiting = 0
         self._waking: set[asyncio.Task[None]] = set()
@@ -42,39 +43,39 @@ class AdapterUse:
         over.
         """
         reference = adapter.adapter_id if adapter.alias is None else ""
-        use = Use(adapter.alias, reference, adapter.digest)
+        use = Use(adapter.alias, reference, adapter.held)
         self._running[use] = self._running.get(use, 0) + 1
-        self._touch(adapter.digest)
+        self._touch(adapter.held)
         return lambda: self._release(use)
 
-    def running(self, name: OwnedName, digest: str | None = None) -> int:
-        """Counts the running requests that named an adapter so. digest: only those that got this
+    def running(self, name: OwnedName, held: Held | None = None) -> int:
+        """Counts the running requests that named an adapter so. held: only those that got this
         content.
         """
         return sum(
             count
             for use, count in self._running.items()
-            if use.alias == name and digest in (None, use.digest)
+            if use.alias == name and held in (None, use.held)
         )
 
     def in_use(self) -> list[Use]:
         """Lists uses by name: first the registered ones, as any caller can name references."""
-        return sorted(self._running, key=lambda use: (use.alias is None, use.name, use.digest))
+        return sorted(self._running, key=lambda use: (use.alias is None, use.name, use.held))
 
-    def last_used(self, digest: str) -> float | None:
-        return self._last_used.get(digest)
+    def last_used(self, held: Held) -> float | None:
+        return self._last_used.get(held)
 
-    async def drained(self, name: OwnedName, digest: str | None = None) -> None:
+    async def drained(self, name: OwnedName, held: Held | None = None) -> None:
         """Waits until no running request uses the adapter."""
         self._waiting += 1
         try:
             async with self._idle:
-                await self._idle.wait_for(lambda: not self.running(name, digest))
+                await self._idle.wait_for(lambda: not self.running(name, held))
         finally:
             self._waiting -= 1
 
     def _release(self, use: Use) -> None:
-        self._touch(use.digest)
+        self._touch(use.held)
         self._running[use] -= 1
         if self._running[use]:
             return
@@ -88,8 +89,8 @@ class AdapterUse:
         async with self._idle:
             self._idle.notify_all()
 
-    def _touch(self, digest: str) -> None:
-        self._last_used[digest] = self._clock()
-        self._last_used.move_to_end(digest)
+    def _touch(self, held: Held) -> None:
+        self._last_used[held] = self._clock()
+        self._last_used.move_to_end(held)
         if len(self._last_used) > MAX_REMEMBERED:
             self._last_used.popitem(last=False)

@@ -38,7 +38,7 @@ from loraplex.router.names.registration import (
 )
 from loraplex.router.names.use import AdapterUse
 from loraplex.router.operations.workers import AdapterWorkers
-from loraplex.router.policy.rollout import Content
+from loraplex.router.policy.rollout import Content, Held
 from loraplex.router.shared.replica import REFRESH_S
 from loraplex.router.workers.session import WorkerSession
 
@@ -59,7 +59,7 @@ class AdapterAdmin:
     """Operates on registered adapters. Every operation raises AdapterError and then has changed
     nothing that is served.
 
-    is_taken: names of the base. router_id: this router's. clock: Unix seconds. `by` is who wants
+    is_taken: names of the bases. router_id: this router's. clock: Unix seconds. `by` is who wants
     it, for the history.
     """
 
@@ -330,7 +330,7 @@ class AdapterAdmin:
                 await self._aliases.write(deleted)
             else:
                 await self._aliases.drop(deleted)
-            self._retire_all(name, before.digests)
+            self._retire_all(name, before.held)
             return deleted
 
     # ---- for operations on rollouts, too
@@ -369,7 +369,7 @@ class AdapterAdmin:
         else:
             await self._aliases.write(after)
         if before is not None:
-            self._retire_all(after.key, before.digests - after.digests)
+            self._retire_all(after.key, before.held - after.held)
         return after
 
     # ---- inside
@@ -394,7 +394,7 @@ class AdapterAdmin:
         name = unloading.key
         await self._all_heard()
         await self.use.drained(name)
-        problems = [await self._evict_unused(digest) for digest in unloading.digests]
+        problems = [await self._evict_unused(held) for held in unloading.held]
         problem = "; ".join(problem for problem in problems if problem) or None
         while (there := self._aliases.get(name)) is not None and there.state == "unloading":
             done = msgspec.structs.replace(move(there, "drained"), error=problem)
@@ -408,23 +408,23 @@ class AdapterAdmin:
         if self._aliases.is_shared:
             await asyncio.sleep(_HEARD_S)
 
-    def _retire_all(self, name: OwnedName, digests: frozenset[str]) -> None:
-        for digest in digests:
-            self._spawn(self._retire(name, digest))
+    def _retire_all(self, name: OwnedName, contents: frozenset[Held]) -> None:
+        for held in contents:
+            self._spawn(self._retire(name, held))
 
-    async def _retire(self, name: OwnedName, digest: str) -> None:
+    async def _retire(self, name: OwnedName, held: Held) -> None:
         await self._all_heard()
-        await self.use.drained(name, digest)
-        problem = await self._evict_unused(digest)
+        await self.use.drained(name, held)
+        problem = await self._evict_unused(held)
         if problem is not None:
-            log.warning("adapter %.12s stays in memory: %s", digest, problem)
+            log.warning("adapter %.12s stays in memory: %s", held.digest, problem)
 
-    async def _evict_unused(self, digest: str) -> str | None:
+    async def _evict_unused(self, held: Held) -> str | None:
         """Evicts a content that no name means any more: another name may mean the same."""
-        if any(digest in r.digests for r in self._aliases.all() if r.in_service):
+        if any(held in r.held for r in self._aliases.all() if r.in_service):
             return None
         try:
-            return await self.workers.evict(digest)
+            return await self.workers.evict(held)
         except AdapterError as error:
             return error.message
 

@@ -17,6 +17,7 @@ from loraplex.router.names.aliases import Aliases
 from loraplex.router.names.use import AdapterUse
 from loraplex.router.telemetry.metrics import RouterMetrics
 from loraplex.router.workers.base_model import BaseModel
+from loraplex.router.workers.bases import Bases
 from loraplex.router.workers.fleet import Fleet
 from loraplex.server.protocol import WorkerStatus
 
@@ -58,9 +59,8 @@ def same_meters(metrics: RouterMetrics) -> dict[str, Collector]:
 class CompatMetrics:
     """Gauges are read at each scrape; nothing is kept."""
 
-    def __init__(self, base: BaseModel, fleet: Fleet, aliases: Aliases, use: AdapterUse) -> None:
-        self._base = base
-        self._fleet = fleet
+    def __init__(self, bases: Bases, aliases: Aliases, use: AdapterUse) -> None:
+        self._bases = bases
         self._aliases = aliases
         self._use = use
 
@@ -68,18 +68,13 @@ class CompatMetrics:
         """Declares the metrics by vLLM's names. meters: with the prefix `vllm:`. metrics: what is
         shown under those names, too.
         """
-        fleet = self._fleet
         for name, text, read in (
-            (
-                "num_requests_waiting",
-                "Sequences that wait here or at a worker",
-                partial(waiting, fleet),
-            ),
-            ("num_requests_running", "Sequences being computed", self._running),
-            ("kv_cache_usage_perc", "KV pages in use, 1 = all", partial(kv_usage, fleet)),
-            ("gpu_cache_usage_perc", "The same, by its former name", partial(kv_usage, fleet)),
+            ("num_requests_waiting", "Sequences that wait here or at a worker", waiting),
+            ("num_requests_running", "Sequences being computed", _running),
+            ("kv_cache_usage_perc", "KV pages in use, 1 = all", kv_usage),
+            ("gpu_cache_usage_perc", "The same, by its former name", kv_usage),
         ):
-            meters.rows(name, "gauge", text, _MODEL, partial(self._of_model, read))
+            meters.rows(name, "gauge", text, _MODEL, partial(self._of_models, read))
         meters.rows(
             "lora_requests_info",
             "gauge",
@@ -107,7 +102,7 @@ class CompatMetrics:
             labels = _MODEL | (_REASONS if source is metrics.choices_ended else {})
             kind: Kind = "histogram" if found.type == "histogram" else "counter"
             meters.samples(name, kind, f"As `{found.name}`", labels, partial(self._same, source))
-        preempted = partial(self._of_model, lambda: sum(s.preemptions for s in self._statuses))
+        preempted = partial(self._of_models, _preempted)
         meters.rows("num_preemptions", "counter", "Sequences put back", _MODEL, preempted)
         text = "Tokens of steps, their sum and number alone"
         meters.samples("iteration_tokens_total", "histogram", text, _MODEL, self._iterations)
@@ -115,40 +110,37 @@ class CompatMetrics:
         meters.rows("cache_config_info", "gauge", "Pages of the KV cache", labels, self._cache)
 
     def _same(self, source: Collector) -> Iterator[NamedSample]:
-        """Adds up a metric over labels that are not vLLM's."""
+        """Adds up a metric over labels that are not vLLM's, for each base."""
         (found,) = source.collect()
-        sums: dict[tuple[str, tuple[tuple[str, str], ...]], float] = defaultdict(float)
+        sums: dict[tuple[str, str, tuple[tuple[str, str], ...]], float] = defaultdict(float)
         for sample in found.samples:
             labels = tuple((_KEPT[k], v) for k, v in sample.labels.items() if k in _KEPT)
-            sums[sample.name.removeprefix(found.name), labels] += sample.value
-        for (ending, labels), value in sums.items():
-            yield ending, self._labels | dict(labels), value
+            base = sample.labels.get("base", "")
+            sums[sample.name.removeprefix(found.name), base, labels] += sample.value
+        for (ending, base, labels), value in sums.items():
+            yield ending, _labels(self._bases.of(base)) | dict(labels), value
 
     def _iterations(self) -> Iterator[NamedSample]:
-        steps = sum(status.step for status in self._statuses)
-        yield "_bucket", self._labels | {"le": "+Inf"}, steps
-        yield "_count", self._labels, steps
-        yield "_sum", self._labels, sum(status.step_tokens for status in self._statuses)
+        for base in self._bases:
+            known, labels = statuses([base.fleet]), _labels(base)
+            steps = sum(status.step for status in known)
+            yield "_bucket", labels | {"le": "+Inf"}, steps
+            yield "_count", labels, steps
+            yield "_sum", labels, sum(status.step_tokens for status in known)
 
     def _cache(self) -> Iterator[Row]:
-        pages = sum(status.total_pages for status in self._statuses)
-        for size in {str(status.page_size) for status in self._statuses}:
-            yield (*self._labels.values(), size, str(pages)), 1.0
+        for base in self._bases:
+            known = statuses([base.fleet])
+            pages = sum(status.total_pages for status in known)
+            for size in {str(status.page_size) for status in known}:
+                yield (*_labels(base).values(), size, str(pages)), 1.0
 
-    def _of_model(self, read: Callable[[], float]) -> list[Row]:
-        return [(tuple(self._labels.values()), read())]
-
-    @property
-    def _labels(self) -> dict[str, str]:
-        text = self._base.text
-        return {"model_name": "" if text is None else text.card.names[0], "engine": "0"}
+    def _of_models(self, read: Callable[[list[Fleet]], float]) -> list[Row]:
+        return [(tuple(_labels(base).values()), read([base.fleet])) for base in self._bases]
 
     @property
     def _statuses(self) -> list[WorkerStatus]:
-        return statuses(self._fleet)
-
-    def _running(self) -> float:
-        return sum(status.running for status in self._statuses)
+        return statuses(self._bases.fleets)
 
     def _resident(self) -> Counter[str]:
         return Counter(digest for status in self._statuses for digest in status.resident)
@@ -163,7 +155,7 @@ class CompatMetrics:
         resident = self._resident()
         names: dict[bool, list[str]] = {True: [], False: []}
         for use in self._use.in_use():
-            names[use.digest in resident].append(use.name)
+            names[use.held.digest in resident].append(use.name)
         running, waiting = (listed(names[on]) for on in (True, False))
         yield (str(int(self._max_loaded())), running, waiting), time.time()
 
@@ -175,25 +167,43 @@ class CompatMetrics:
         """Name -> whether it is pinned: the registered ones, then those by reference in use."""
         resident = self._resident()
         registered = (r for r in self._aliases.all() if r.in_service)
-        found = {str(r.key): r.pinned for r in registered if r.digests & resident.keys()}
+        found = {
+            str(r.key): r.pinned
+            for r in registered
+            if any(held.digest in resident for held in r.held)
+        }
         by_reference = (use for use in self._use.in_use() if use.alias is None)
-        named = (use.name for use in by_reference if use.digest in resident)
+        named = (use.name for use in by_reference if use.held.digest in resident)
         return found | {name: False for name in named if name not in found}
 
 
-def statuses(fleet: Fleet) -> list[WorkerStatus]:
-    return [s.status for s in fleet.sessions if s.status is not None]
+def statuses(fleets: list[Fleet]) -> list[WorkerStatus]:
+    sessions = (session for fleet in fleets for session in fleet.sessions)
+    return [session.status for session in sessions if session.status is not None]
 
 
-def waiting(fleet: Fleet) -> float:
+def waiting(fleets: list[Fleet]) -> float:
     """Counts sequences that wait, here and at workers."""
-    return float(len(fleet.queue) + sum(status.waiting for status in statuses(fleet)))
+    here = sum(len(fleet.queue) for fleet in fleets)
+    return float(here + sum(status.waiting for status in statuses(fleets)))
 
 
-def kv_usage(fleet: Fleet) -> float:
+def kv_usage(fleets: list[Fleet]) -> float:
     """Computes the share of KV pages that are in use, 1 = all."""
-    total = sum(status.total_pages for status in statuses(fleet))
-    return 1 - sum(status.free_pages for status in statuses(fleet)) / total if total else 0.0
+    total = sum(status.total_pages for status in statuses(fleets))
+    return 1 - sum(status.free_pages for status in statuses(fleets)) / total if total else 0.0
+
+
+def _running(fleets: list[Fleet]) -> float:
+    return sum(status.running for status in statuses(fleets))
+
+
+def _preempted(fleets: list[Fleet]) -> float:
+    return sum(status.preemptions for status in statuses(fleets))
+
+
+def _labels(base: BaseModel) -> dict[str, str]:
+    return {"model_name": base.names[0], "engine": "0"}
 
 
 def listed(names: Iterable[str]) -> str:

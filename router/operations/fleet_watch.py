@@ -9,9 +9,11 @@ import time
 from collections.abc import Callable, Mapping
 
 import msgspec
+from msgspec import UNSET
 
 from loraplex.router.api.admin.fleet import (
     MAX_ADAPTERS,
+    BaseState,
     FleetObject,
     PlaceObject,
     RegisteredObject,
@@ -31,8 +33,9 @@ from loraplex.router.operations.declarations import Declarations
 from loraplex.router.telemetry.caller_errors import CallerErrors
 from loraplex.router.version import VERSION
 from loraplex.router.workers.base_model import BaseModel
+from loraplex.router.workers.bases import Bases
 from loraplex.router.workers.client import WorkerClient
-from loraplex.router.workers.fleet import Fleet
+from loraplex.router.workers.roster import Roster
 from loraplex.router.workers.session import WorkerLost, WorkerSession
 from loraplex.server.protocol import AdapterPlace
 
@@ -48,18 +51,18 @@ class FleetWatch:
 
     def __init__(
         self,
-        base: BaseModel,
+        bases: Bases,
+        roster: Roster,
         catalog: Catalog,
-        fleet: Fleet,
         dispatcher: Dispatcher,
         declarations: Declarations,
         errors: CallerErrors,
         work: Callable[[], WorkObject],
     ) -> None:
         self.closing = asyncio.Event()
-        self._base = base
+        self._bases = bases
+        self._roster = roster
         self._catalog = catalog
-        self._fleet = fleet
         self._dispatcher = dispatcher
         self._declarations = declarations
         self._errors = errors
@@ -106,7 +109,7 @@ class FleetWatch:
             task.exception()  # whoever waited may have left: it counts as seen
 
     async def _look(self) -> FleetObject:
-        looks = [asyncio.ensure_future(s.pictures.look()) for s in self._fleet.sessions]
+        looks = [asyncio.ensure_future(s.pictures.look()) for s in self._roster.sessions]
         if looks:
             _, late = await asyncio.wait(looks, timeout=LOOK_TIMEOUT_S)
             for task in late:
@@ -119,20 +122,21 @@ class FleetWatch:
         return self._latest
 
     def _compose(self) -> FleetObject:
-        text, queue = self._base.text, self._fleet.queue
+        text, queues = self._bases.first.text, [fleet.queue for fleet in self._bases.fleets]
         registrations = self._catalog.rules.aliases.all()
         if registrations != self._registered[0]:
             self._registered = (registrations, registered_objects(registrations))
         names = self._catalog.names()
-        workers = tuple(self._worker(client, names) for client in self._fleet.clients)
+        workers = tuple(self._worker(client, names) for client in self._roster.clients)
         return FleetObject(
             time=time.time(),
             version=VERSION,
             base=None if text is None else base_object(text.card, bool(text.templates)),
+            bases=tuple(map(base_state, self._bases)) if self._bases.are_several else UNSET,
             router=RouterObject(
-                queue=len(queue),
-                max_queue=queue.capacity.limits.count,
-                queue_bytes=queue.capacity.held.nbytes,
+                queue=sum(map(len, queues)),
+                max_queue=sum(queue.capacity.limits.count for queue in queues),
+                queue_bytes=sum(queue.capacity.held.nbytes for queue in queues),
                 running=self._dispatcher.running,
                 max_requests=self._dispatcher.max_requests,
             ),
@@ -148,11 +152,13 @@ class FleetWatch:
         session = client.session
         if session is None:
             self._places.pop(client.url, None)
-            return WorkerObject(client.url, problem=client.problem, places=())
+            away = WorkerObject(client.url, problem=client.problem, places=())
+            return msgspec.structs.replace(away, base=client.base or UNSET)
         view = session.view
         worker = WorkerObject(
             client.url,
             session.worker_id,
+            session.base or UNSET,
             "starting",
             in_flight=view.in_flight,
             credits=view.credits,
@@ -199,3 +205,16 @@ async def next_look(closing: asyncio.Event) -> bool:
         async with asyncio.timeout(LOOK_EVERY_S):
             await closing.wait()
     return not closing.is_set()
+
+
+def base_state(base: BaseModel) -> BaseState:
+    """Describes one of several bases."""
+    text, queue = base.text, base.fleet.queue
+    return BaseState(
+        name=base.name,
+        model=None if text is None else base_object(text.card, bool(text.templates)),
+        queue=len(queue),
+        waiting=base.fleet.without_worker.count,
+        workers=len(base.fleet.clients),
+        workers_ready=sum(view.able for view in base.fleet.views),
+    )

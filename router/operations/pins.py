@@ -3,6 +3,7 @@
 import contextlib
 
 from loraplex.router.names.aliases import Aliases
+from loraplex.router.policy.rollout import Held
 from loraplex.router.workers.roster import Roster
 from loraplex.router.workers.session import WorkerLost
 
@@ -12,13 +13,13 @@ class Pins:
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
-        self._sent: set[str] = set()
+        self._sent: set[Held] = set()
 
     def aliases_changed(self, aliases: Aliases) -> None:
-        pins = aliases.pinned_digests()
+        pins = aliases.pins()
         if pins == self._sent:
             return
         self._sent = pins
         for session in self._roster.sessions:
             with contextlib.suppress(WorkerLost):  # it gets them when it is back
-                session.pin(pins)
+                session.pin(held.digest for held in pins if held.base == session.base)

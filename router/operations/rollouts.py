@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 
 from loraplex.adapters.errors import AdapterError
-from loraplex.adapters.ref import AdapterRef, parse_ref
+from loraplex.adapters.ref import AdapterRef, format_ref, parse_ref
 from loraplex.router.names.owned_name import OwnedName
 from loraplex.router.names.registration import Registration, RolloutRequest
 from loraplex.router.names.rollout_moves import (
@@ -27,7 +27,15 @@ from loraplex.router.names.rollout_moves import (
     with_shares,
 )
 from loraplex.router.operations.admin import AdapterAdmin
-from loraplex.router.policy.rollout import Content, Declared, Guards, RolledBackBy, Rollout, Version
+from loraplex.router.policy.rollout import (
+    Content,
+    Declared,
+    Guards,
+    Held,
+    RolledBackBy,
+    Rollout,
+    Version,
+)
 
 GUARD = "guard"
 BY_OPERATOR = "an operator took it back"
@@ -76,10 +84,11 @@ class Rollouts:
         registration = admin.get(name)
         rollout = running(registration)
         workers = admin.workers
-        old_copies = len(workers.holding(registration.digest or ""))
+        old_copies = len(workers.holding(_held(registration)))
         for version in rollout.versions:
             if version.state == "warming":
-                copies = copies_needed(rollout, version.digest, old_copies, workers.count)
+                count = workers.count(version.content.base)
+                copies = copies_needed(rollout, version.digest, old_copies, count)
                 await workers.warm(version.content, admin.token(registration), copies)
         async with admin.lock(name):
             now = admin.get(name)
@@ -186,13 +195,22 @@ class Rollouts:
                 return version
             if version.ref == ref and not version.rolled_back:
                 return msgspec.structs.replace(version, weight=weight)
-        return Version(ref, await self._admin.fetch(registration, ref), weight)
+        content = await self._admin.fetch(registration, ref)
+        if content.base != registration.base:
+            message = f"{format_ref(ref)} is for another base than adapter '{registration.key}'"
+            raise AdapterError("conflict", message)
+        return Version(ref, content, weight)
 
     async def _warm_as_much(self, registration: Registration, content: Content) -> None:
         """Warms a content on as many devices as what the name means now."""
         workers = self._admin.workers
-        copies = max(1, min(workers.count, len(workers.holding(registration.digest or ""))))
+        held = len(workers.holding(_held(registration)))
+        copies = max(1, min(workers.count(content.base), held))
         if registration.pinned:
             await workers.bring(content, self._admin.token(registration))
         else:
             await workers.warm(content, self._admin.token(registration), copies)
+
+
+def _held(registration: Registration) -> Held | None:
+    return None if registration.content is None else registration.content.held

@@ -1,11 +1,12 @@
 """Gauges of a router's state, read when somebody scrapes: queue, workers, adapters."""
 
+import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import get_args
 
-from loraplex.adapters.common.meters import Row
+from loraplex.adapters.common.meters import Labels, Row
 from loraplex.router.batches.desk import BatchDesk
 from loraplex.router.generation.dispatcher import Dispatcher
 from loraplex.router.names.aliases import Aliases
@@ -19,7 +20,9 @@ from loraplex.router.telemetry.metrics import RouterMetrics
 from loraplex.router.telemetry.top_adapters import Count
 from loraplex.router.tenancy.admission import MODES
 from loraplex.router.tenancy.tenancy import Tenancy
+from loraplex.router.workers.bases import Bases
 from loraplex.router.workers.fleet import Fleet
+from loraplex.router.workers.roster import Roster
 from loraplex.router.workers.session import WorkerSession
 
 # What a worker is to this router.
@@ -27,21 +30,39 @@ WORKER_STATES = ("ready", "starting", "draining", "disconnected")
 
 
 def watch_state(
-    metrics: RouterMetrics, fleet: Fleet, catalog: Catalog, dispatcher: Dispatcher
+    metrics: RouterMetrics,
+    bases: Bases,
+    roster: Roster,
+    catalog: Catalog,
+    dispatcher: Dispatcher,
 ) -> None:
     """Registers the metrics of requests, queue, workers and adapters. Called once, when the parts
     are built.
     """
-    meters, capacity = metrics.meters, fleet.queue.capacity
+    meters = metrics.meters
     meters.watch("requests_running", "Requests being answered", lambda: dispatcher.running)
-    meters.watch("queue_sequences", "Sequences waiting for a worker", lambda: len(fleet.queue))
-    meters.watch("queue_bytes", "Bytes of the prompts that wait", lambda: capacity.held.nbytes)
-    meters.watch("queue_limit_sequences", "Sequences that may wait", lambda: capacity.limits.count)
-    meters.watch(
-        "waiting_room_requests",
-        "Requests waiting for any worker at all",
-        lambda: fleet.without_worker.count,
-    )
+    for name, text, read in (
+        ("queue_sequences", "Sequences waiting for a worker", lambda f: len(f.queue)),
+        (
+            "queue_bytes",
+            "Bytes of the prompts that wait",
+            lambda f: f.queue.capacity.held.nbytes,
+        ),
+        (
+            "queue_limit_sequences",
+            "Sequences that may wait",
+            lambda f: f.queue.capacity.limits.count,
+        ),
+        (
+            "waiting_room_requests",
+            "Requests waiting for any worker at all",
+            lambda f: f.without_worker.count,
+        ),
+    ):
+        _watch_bases(metrics, bases, name, text, read)
+    if bases.have_names:
+        text = "Requests of the last minute that found no worker of their base"
+        _watch_bases(metrics, bases, "base_wanted", text, _wanted)
     meters.watch(
         "adapters_registered",
         "Names of adapters in service",
@@ -54,8 +75,26 @@ def watch_state(
         {"state": get_args(VersionState)},
         lambda: _versions(catalog.rules.aliases),
     )
-    _watch_workers(metrics, fleet)
+    _watch_workers(metrics, bases, roster)
     _watch_adapters(metrics, catalog.rules.aliases)
+
+
+def _watch_bases(
+    metrics: RouterMetrics, bases: Bases, name: str, text: str, read: Callable[[Fleet], float]
+) -> None:
+    """Declares a gauge, with a series for each base that has a name."""
+    labels: Labels = {"base": ()} if bases.have_names else {}
+    metrics.meters.rows(
+        name,
+        "gauge",
+        text,
+        labels,
+        lambda: [((base.name,) if labels else (), read(base.fleet)) for base in bases],
+    )
+
+
+def _wanted(fleet: Fleet) -> float:
+    return fleet.missed.count(asyncio.get_running_loop().time())
 
 
 def _watch_adapters(metrics: RouterMetrics, aliases: Aliases) -> None:
@@ -173,22 +212,23 @@ def watch_batches(metrics: RouterMetrics, desk: BatchDesk | None) -> None:
         meters.watch(name, text, read(value))
 
 
-def _watch_workers(metrics: RouterMetrics, fleet: Fleet) -> None:
+def _watch_workers(metrics: RouterMetrics, bases: Bases, roster: Roster) -> None:
     """Labels are the ids of connected workers: as many as there are."""
     meters = metrics.meters
 
     def each(read: Callable[[WorkerSession], float]) -> Callable[[], Iterable[Row]]:
-        return lambda: {(s.worker_id,): read(s) for s in fleet.sessions}.items()
+        return lambda: {(s.worker_id,): read(s) for s in roster.sessions}.items()
 
-    meters.watch(
-        "workers_ready", "Workers that take work", lambda: sum(view.able for view in fleet.views)
-    )
+    def able(fleet: Fleet) -> float:
+        return sum(view.able for view in fleet.views)
+
+    _watch_bases(metrics, bases, "workers_ready", "Workers that take work", able)
     meters.rows(
         "workers",
         "gauge",
         "Workers that this router knows, by state",
         {"state": WORKER_STATES},
-        lambda: _states(fleet),
+        lambda: _states(roster),
     )
     for name, text, read in (
         ("sequences", "Sequences that this router has there", lambda s: s.view.in_flight),
@@ -198,10 +238,10 @@ def _watch_workers(metrics: RouterMetrics, fleet: Fleet) -> None:
         meters.rows(f"link_{name}", "gauge", text, {"worker": ()}, each(read))
 
 
-def _states(fleet: Fleet) -> Iterator[Row]:
+def _states(roster: Roster) -> Iterator[Row]:
     counts = dict.fromkeys(WORKER_STATES, 0)
-    for view in fleet.views:
+    for view in roster.views:
         state = "draining" if view.draining else "ready" if view.ready else "starting"
         counts[state] += 1
-    counts["disconnected"] = len(fleet.clients) - len(fleet.views)
+    counts["disconnected"] = len(roster.clients) - len(roster.views)
     return (((state,), count) for state, count in counts.items())

@@ -11,8 +11,8 @@ from loraplex.router.names.aliases import Aliases
 from loraplex.router.names.catalog import Catalog
 from loraplex.router.names.served import home_key
 from loraplex.router.policy.placement.rendezvous import rank
-from loraplex.router.policy.rollout import Content
-from loraplex.router.workers.fleet import Fleet
+from loraplex.router.policy.rollout import Content, Held
+from loraplex.router.workers.bases import Bases
 from loraplex.router.workers.session import WorkerLost, WorkerSession
 from loraplex.server.protocol import AdapterTiers
 
@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 
 STATUS_TIMEOUT_S = 2.0
 
-# Worker id -> digest -> where the worker has it.
-Tiers = dict[str, dict[str, AdapterTiers]]
+# Worker id -> content -> where the worker has it.
+Tiers = dict[str, dict[Held, AdapterTiers]]
 
 
 class AdapterWorkers:
@@ -29,28 +29,32 @@ class AdapterWorkers:
     adapter to a worker's device.
     """
 
-    def __init__(self, catalog: Catalog, fleet: Fleet, timeout_s: float) -> None:
+    def __init__(self, catalog: Catalog, bases: Bases, timeout_s: float) -> None:
         self._rules = catalog.rules
         self._aliases: Aliases = catalog.rules.aliases
-        self._fleet = fleet
+        self._bases = bases
         self._timeout_s = timeout_s
         self._bringing: set[asyncio.Task[str | None]] = set()
 
     @property
     def ready(self) -> bool:
         """Whether there is a worker to fetch and check adapters."""
-        return self._fleet.ready
+        return self._bases.ready
 
-    async def tiers(self, digests: Iterable[str]) -> Tiers:
-        """Tiers of adapters on all workers that answer in time."""
-        wanted = sorted(set(digests))
-        if not wanted:
-            return {}
-        sessions = {session.worker_id: session for session in self._fleet.sessions}
-        reports = await asyncio.gather(*(self._status(s, wanted) for s in sessions.values()))
+    async def tiers(self, contents: Iterable[Held]) -> Tiers:
+        """Tiers of adapters on all workers of their bases that answer in time."""
+        wanted: dict[str, set[str]] = {}
+        for held in contents:
+            wanted.setdefault(held.base, set()).add(held.digest)
+        asked = {
+            session.worker_id: (session, sorted(digests))
+            for base, digests in wanted.items()
+            for session in self._sessions(base)
+        }
+        reports = await asyncio.gather(*(self._status(*one) for one in asked.values()))
         return {
-            worker_id: {tiers.digest: tiers for tiers in report}
-            for worker_id, report in zip(sessions, reports, strict=True)
+            worker_id: {Held(asked[worker_id][0].base, tiers.digest): tiers for tiers in report}
+            for worker_id, report in zip(asked, reports, strict=True)
             if report is not None
         }
 
@@ -64,7 +68,7 @@ class AdapterWorkers:
         """
         tasks = {
             session.worker_id: asyncio.create_task(self._bring_one(session, content, token))
-            for session in self._fleet.sessions
+            for session in self._sessions(content.base)
         }
         self._bringing.update(tasks.values())
         for task in tasks.values():
@@ -92,7 +96,7 @@ class AdapterWorkers:
         """Brings an adapter to the devices of so many workers, its homes first. Raises AdapterError
         for fewer.
         """
-        sessions = [session for session in self._fleet.sessions if session.view.able]
+        sessions = [session for session in self._sessions(content.base) if session.view.able]
         ranking = rank(home_key(content.ref), [session.worker_id for session in sessions])
         sessions.sort(key=lambda session: ranking[session.worker_id])
         problems: list[str] = []
@@ -106,23 +110,23 @@ class AdapterWorkers:
             done += len(homes) - len(failed)
             problems += failed
 
-    def holding(self, digest: str) -> list[str]:
+    def holding(self, held: Held | None) -> list[str]:
         """Ids of workers that reported it on the device."""
-        return sorted(s.worker_id for s in self._fleet.sessions if digest in s.view.resident)
+        sessions = () if held is None else self._sessions(held.base)
+        return sorted(s.worker_id for s in sessions if held and held.digest in s.view.resident)
 
-    @property
-    def count(self) -> int:
-        """Workers that take work."""
-        return sum(view.able for view in self._fleet.views)
+    def count(self, base: str) -> int:
+        """Workers of a base that take work."""
+        return sum(session.view.able for session in self._sessions(base))
 
-    async def evict(self, digest: str) -> str | None:
-        """Evicts an adapter from device and host memory of every worker. Returns what
+    async def evict(self, held: Held) -> str | None:
+        """Evicts an adapter from device and host memory of every worker of its base. Returns what
         went wrong.
         """
         problems = []
-        for session in self._fleet.sessions:
+        for session in self._sessions(held.base):
             with contextlib.suppress(WorkerLost):  # then its memory is its own business
-                report = await session.order("evict", digest)
+                report = await session.order("evict", held.digest)
                 if report.error is not None:
                     problems.append(f"worker {session.worker_id}: {report.error}")
         return "; ".join(problems) or None
@@ -132,6 +136,8 @@ class AdapterWorkers:
         for registration in self._aliases.pinned():
             token = self._rules.credential(registration)
             for content in registration.pinned_contents:
+                if content.base != session.base:
+                    continue
                 try:
                     await session.admit(content.ref, token, content.digest)
                 except AdapterError as error:
@@ -139,7 +145,11 @@ class AdapterWorkers:
                 except WorkerLost:
                     return
         with contextlib.suppress(WorkerLost):
-            session.pin(self._aliases.pinned_digests())
+            pins = self._aliases.pins()
+            session.pin(held.digest for held in pins if held.base == session.base)
+
+    def _sessions(self, base: str) -> list[WorkerSession]:
+        return self._bases.of(base).fleet.sessions
 
     async def _status(
         self, session: WorkerSession, digests: list[str]

@@ -6,7 +6,7 @@ only gains callers, a lowered one only loses some.
 
 import math
 from hashlib import blake2b
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -33,15 +33,32 @@ VersionState = Literal[
 ]
 
 
+class Held(NamedTuple):
+    """An adapter as workers hold it: its content, and the base for which they judged and packed it.
+
+    base: the base's name, as the operator declares it; "" = the only one.
+    """
+
+    base: str
+    digest: str
+
+
 class Content(msgspec.Struct, frozen=True):
-    """The content of a reference. ref: with its commit, for sources that have one."""
+    """The content of a reference. ref: with its commit, for sources that have one. base: see
+    Held.
+    """
 
     ref: AdapterRef
     manifest: AdapterManifest
+    base: str = ""
 
     @property
     def digest(self) -> str:
         return self.manifest.digest
+
+    @property
+    def held(self) -> Held:
+        return Held(self.base, self.digest)
 
 
 class Guards(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

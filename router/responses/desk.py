@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -34,6 +35,7 @@ from loraplex.router.files.disk import off_loop
 from loraplex.router.files.disk_shelf import DiskShelf
 from loraplex.router.files.stored_file import RESPONSE_ID, is_id, new_id
 from loraplex.router.generation.answerer import Answerer
+from loraplex.router.generation.body_reader import Unread
 from loraplex.router.http.body import read_json_body
 from loraplex.router.http.idempotency import with_body
 from loraplex.router.http.long_answer import LongAnswer
@@ -41,7 +43,6 @@ from loraplex.router.http.sse import EventStream
 from loraplex.router.policy.batch_limits import ResponsesLimits
 from loraplex.router.shared.store import Shelf, StoreDown
 from loraplex.router.tenancy.keys import Caller
-from loraplex.router.workers.base_model import BaseModel
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +92,6 @@ class ResponseDesk:
     shelf: Shelf
     limits: ResponsesLimits
     answerer: Answerer
-    base: BaseModel
     stop_s: float
     clock: Callable[[], float]
     door: InsideDoor = field(default_factory=InsideDoor)
@@ -202,11 +202,14 @@ class ResponseDesk:
         of_tenant = sum(tenant == place.tenant for tenant, _ in self.works)
         if len(self.works) >= _MAX_RUNNING or of_tenant >= _MAX_OF_TENANT:
             raise RequestError("overloaded", "too many answers in the background; let some end")
-        model, limits = self.base.require_for(caller), self.base.limits
-        asked = await model.turns.parsed(place.body, lambda b: place.parse(b, limits, None))
-        self.answerer.dispatcher.authorise(asked.call, caller, place.name)
+        unread = Unread(place.body, place.parse, caller, None, attrgetter("call"))
+        dispatcher = self.answerer.dispatcher
+        read = await dispatcher.reader.read(unread, waits=False)
+        asked = read.parsed
+        dispatcher.authorise(read, asked.call, caller, place.name)
         choice, now = asked.call.adapter, self.clock()
-        name = model.card.names[0] if choice is None else choice.adapter_id
+        names = read.base.require().card.names
+        name = names[0] if choice is None else choice.adapter_id
         head = AnswerHead(place.name, int(now), name, None, None, 0)
         begun = msgspec.to_builtins(Answer(head, asked.options).response("in_progress", []))
         stored = place.stored(begun, now + _LEASE_S)

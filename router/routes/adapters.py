@@ -51,6 +51,7 @@ from loraplex.router.names.registration import (
 )
 from loraplex.router.names.rollout_moves import running
 from loraplex.router.operations.workers import Tiers
+from loraplex.router.policy.rollout import Held
 from loraplex.router.routes.info import json_response
 from loraplex.router.routes.operator import Endpoint, who
 from loraplex.router.service import Service
@@ -86,7 +87,7 @@ class AdapterRoutes:
         if request.method == "POST":
             return await self._register(request)
         registrations = self._listed(request)
-        tiers = await self._admin.workers.tiers(d for r in registrations for d in r.digests)
+        tiers = await self._admin.workers.tiers(h for r in registrations for h in r.held)
         problems = self._service.declarations.problems
         return json_response(AdapterList([self._object(r, tiers) for r in registrations], problems))
 
@@ -164,8 +165,8 @@ class AdapterRoutes:
         registration = self._admin.get(name)
         running(registration)
         measured = await self._service.keeper.measured(registration)
-        tiers = await self._admin.workers.tiers(registration.digests)
-        resident = partial(_resident, tiers)
+        tiers = await self._admin.workers.tiers(registration.held)
+        resident = partial(_resident, tiers, registration.base or "")
         return json_response(rollout_object(registration, measured, resident))
 
     async def promote(self, request: Request) -> Response:
@@ -308,14 +309,15 @@ class AdapterRoutes:
         return json_response(await self._shown(registration), status)
 
     async def _shown(self, registration: Registration) -> AdapterObject:
-        tiers = await self._admin.workers.tiers(registration.digests)
+        tiers = await self._admin.workers.tiers(registration.held)
         return self._object(registration, tiers, await self._ends(registration))
 
     async def _ends(self, registration: Registration) -> list[EndToken] | None:
         """Lists the tokens at which answers of an adapter end; None where they cannot
         be found now.
         """
-        model, content = self._service.base.text, registration.content
+        content = registration.content
+        model = None if content is None else self._service.bases.of(content.base).text
         if model is None or content is None:
             return None
         try:
@@ -328,12 +330,13 @@ class AdapterRoutes:
     def _object(
         self, registration: Registration, tiers: Tiers, ends: list[EndToken] | None = None
     ) -> AdapterObject:
-        use, digest = self._admin.use, registration.digest
-        if digest is None:
+        use, content = self._admin.use, registration.content
+        if content is None:
             return adapter_object(registration, {}, use.running(registration.key))
-        workers = {worker: held[digest] for worker, held in tiers.items() if digest in held}
-        running, last = use.running(registration.key), use.last_used(digest)
-        resident = partial(_resident, tiers)
+        own = content.held
+        workers = {worker: there[own] for worker, there in tiers.items() if own in there}
+        running, last = use.running(registration.key), use.last_used(own)
+        resident = partial(_resident, tiers, content.base)
         return adapter_object(registration, workers, running, last, resident, ends)
 
 
@@ -365,8 +368,7 @@ def _named_in_body(request: Request, name: str, tenant: str | None) -> OwnedName
     return OwnedName(name, tenant or "")
 
 
-def _resident(tiers: Tiers, digest: str) -> list[str]:
+def _resident(tiers: Tiers, base: str, digest: str) -> list[str]:
     """Ids of workers that have it on the device."""
-    return sorted(
-        w for w, held in tiers.items() if digest in held and held[digest].device == "ready"
-    )
+    own = Held(base, digest)
+    return sorted(w for w, there in tiers.items() if own in there and there[own].device == "ready")

@@ -105,8 +105,8 @@ class GenerateRoutes:
 
         async def answer(request: Request) -> Response:
             response = await endpoint(request)
-            fleet, form = self._service.fleet, request.headers.get(LOAD_FORMAT, "")
-            response.headers.update(load_headers(form, waiting(fleet), kv_usage(fleet)))
+            form, fleets = request.headers.get(LOAD_FORMAT, ""), self._service.bases.fleets
+            response.headers.update(load_headers(form, waiting(fleets), kv_usage(fleets)))
             return response
 
         return answer

@@ -34,7 +34,7 @@ from loraplex.router.routes.operator import AdminGate
 from loraplex.router.service import Service
 from loraplex.router.tenancy.keys import Caller
 from loraplex.router.version import VERSION
-from loraplex.server.protocol import ModelCard
+from loraplex.router.workers.base_model import BaseModel
 
 _RETRY = {"retry-after": "2"}
 _NO_STORE = {"cache-control": "no-store"}
@@ -87,7 +87,8 @@ class InfoRoutes:
         return await self.metrics(request)
 
     async def info(self, request: Request) -> Response:
-        model = self._service.base.require()
+        bases = self._service.bases
+        model = bases.first.require()
         card, config = model.card, self._service.config
         ends = await self._service.tokeniser.ends.of(model, None)
         info = Info(
@@ -102,11 +103,11 @@ class InfoRoutes:
             max_total_tokens=card.max_context,
             max_lora_rank=card.max_lora_rank,
             max_queue=config.max_queue,
-            workers_ready=sum(view.able for view in self._service.fleet.views),
-            workers=len(self._service.fleet.clients),
+            workers_ready=sum(view.able for view in self._service.roster.views),
+            workers=len(self._service.roster.clients),
             adapters=await self._names_for_anyone(request),
             version=VERSION,
-            message_forms=self._service.base.require().templates.forms,
+            message_forms=model.templates.forms,
             ends=end_tokens(ends, model.token_text),
         )
         return json_response(info)
@@ -118,8 +119,8 @@ class InfoRoutes:
         """Shows the API's description. It is made anew when the limits change, which come with a
         model.
         """
-        limits = self._service.base.limits
-        if self._described is None or self._described[0] is not limits:
+        limits = self._service.bases.limits()
+        if self._described is None or self._described[0] != limits:
             access = Access(
                 operators=bool(self._service.config.admin_key),
                 callers=self._service.tenancy.needs_keys,
@@ -129,28 +130,33 @@ class InfoRoutes:
         return Response(self._described[1], media_type="application/json")
 
     async def models(self, request: Request) -> Response:
-        """Lists the base under each name that the operator gave it, then adapters."""
-        card = self._service.base.require().card
+        """Lists each base under each name that the operator gave it, then adapters."""
+        self._check_known()
         caller = await self._caller(request)
-        listed = [name for name in card.listed or card.names[:1] if self._means_base(name, caller)]
-        base = [_base_object(card, name) for name in listed]
+        bases = [
+            _base_object(base, name)
+            for base in self._service.bases
+            for name in base.listed
+            if self._meant(name, caller) is base
+        ]
         shows_paths = self._is_operator(request)
-        adapters = [_adapter_object(card, one, shows_paths) for one in self._good(caller)]
-        return json_response(ModelList([*base, *adapters]))
+        adapters = [self._adapter_object(one, shows_paths) for one in self._good(caller)]
+        return json_response(ModelList([*bases, *adapters]))
 
     async def model(self, request: Request) -> Response:
-        card = self._service.base.require().card
+        self._check_known()
         name = request.path_params["name"]
         caller = await self._caller(request)
-        if self._means_base(name, caller):
-            return json_response(_base_object(card, name))
+        base = self._meant(name, caller)
+        if base is not None:
+            return json_response(_base_object(base, name))
         name = name.removeprefix("alias:")  # another spelling, which requests may have
         for one in self._adapters(caller):
             if one.name == name:
                 if one.is_broken:
                     message = f"adapter {name!r} cannot be served: {one.error}"
                     raise RequestError("adapter_invalid", message, param="model")
-                return json_response(_adapter_object(card, one, self._is_operator(request)))
+                return json_response(self._adapter_object(one, self._is_operator(request)))
         usable = {one.name for one in self._adapters(caller)}
         hint = did_you_mean(one_edit_away(name, usable.__contains__))
         raise RequestError("adapter_not_found", f"no model {name[:200]!r}{hint}", param="model")
@@ -159,12 +165,17 @@ class InfoRoutes:
         """Finds who calls. Raises RequestError."""
         return await self._service.tenancy.identify(request.headers.get("authorization"))
 
-    def _means_base(self, name: str, caller: Caller) -> bool:
-        """Checks whether a name means the base to a caller, as requests do. A key that opens one of
-        the base's names opens them all.
+    def _check_known(self) -> None:
+        """Checks that the only base, or one of several, is known. Raises RequestError."""
+        if all(base.text is None for base in self._service.bases):
+            self._service.bases.first.require()
+
+    def _meant(self, name: str, caller: Caller) -> BaseModel | None:
+        """The base that a name means to a caller, as in requests. A key that opens one of a base's
+        names opens them all.
         """
-        base = self._service.base
-        return name in base.limits.base_names and caller.may_use(base.require().card.names)
+        base = self._service.bases.named(name)
+        return base if base is not None and caller.may_use(base.names) else None
 
     def _is_operator(self, request: Request) -> bool:
         headers = request.headers
@@ -180,6 +191,15 @@ class InfoRoutes:
     def _good(self, caller: Caller) -> list[Registration]:
         return [one for one in self._adapters(caller) if not one.is_broken]
 
+    def _adapter_object(self, adapter: Registration, shows_paths: bool) -> ModelObject:
+        """Describes an adapter in a list of models. shows_paths: where a folder or bucket lies is
+        for the operator to know.
+        """
+        root = format_ref(adapter.ref) if shows_paths else shown_name(adapter.ref)
+        base = self._service.bases.of(adapter.base or "")
+        of_base = _base_object(base, base.names[0])
+        return msgspec.structs.replace(of_base, id=adapter.name, root=root, parent=of_base.id)
+
     async def _names_for_anyone(self, request: Request) -> list[str]:
         """Lists names of adapters for any caller: one without a good key sees the model and the
         limits alone.
@@ -190,18 +210,13 @@ class InfoRoutes:
             return []
 
 
-def _base_object(card: ModelCard, name: str) -> ModelObject:
+def _base_object(base: BaseModel, name: str) -> ModelObject:
+    """Describes a base in a list of models. One without a card had no workers yet."""
+    if base.text is None:
+        return ModelObject(name, 0, "loraplex", name, None, 0)
+    card = base.text.card
     root = card.root or card.names[0]
     return ModelObject(name, card.created, "loraplex", root, None, card.max_context)
-
-
-def _adapter_object(card: ModelCard, adapter: Registration, shows_paths: bool) -> ModelObject:
-    """Describes an adapter in a list of models. shows_paths: where a folder or bucket lies is for
-    the operator to know.
-    """
-    root = format_ref(adapter.ref) if shows_paths else shown_name(adapter.ref)
-    parent = card.names[0]
-    return ModelObject(adapter.name, card.created, "loraplex", root, parent, card.max_context)
 
 
 class FleetRoute:
@@ -242,17 +257,18 @@ class SglangRoutes:
         self._service = service
 
     async def model(self, request: Request) -> Response:
-        return json_response(served_model(self._service.base.require().card))
+        return json_response(served_model(self._service.bases.first.require().card))
 
     async def settings(self, request: Request) -> Response:
-        fleet = self._service.fleet
+        base = self._service.bases.first
+        fleet = base.fleet
         state = FleetState(
             workers=len(fleet.clients),
             workers_ready=sum(view.able for view in fleet.views),
             max_running_requests=self._service.config.max_requests,
         )
-        card = self._service.base.require().card
-        processed = self._service.base.limits.processed_logprobs
+        card = base.require().card
+        processed = base.limits.processed_logprobs
         config = vllm_config(card, processed, fleet.adapter_slots, fleet.shards)
         return json_response(served_settings(card, VERSION, state, config))
 

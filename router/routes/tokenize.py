@@ -3,6 +3,7 @@ generation, without running it."""
 
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter, itemgetter
 from typing import Any, TypeVar
 
 import msgspec
@@ -13,7 +14,7 @@ from loraplex.router.api.messages.request import TokenCount, parse_count
 from loraplex.router.api.openai import chat, completions
 from loraplex.router.api.request.body import decode_plain
 from loraplex.router.api.request.fields import MAX_INT32
-from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
+from loraplex.router.api.request.formatter import ApiRequest
 from loraplex.router.api.tokenize import (
     DetokenizedText,
     IdsAsked,
@@ -27,6 +28,7 @@ from loraplex.router.api.tokenize import (
     tokenizer_info,
 )
 from loraplex.router.call import GenerationCall
+from loraplex.router.generation.body_reader import ParseBody, Read, Unread
 from loraplex.router.generation.prompts import Prompt, check_ids, resolve_sampling
 from loraplex.router.http.body import BodyLimits, read_json_body
 from loraplex.router.http.long_answer import LongAnswer
@@ -40,7 +42,6 @@ _SPAN_WEIGHT = 4
 _KEPT = ("model", "stream", "stream_options", "cache_salt", "priority")
 
 T = TypeVar("T")
-Parse = Callable[[bytes, ApiLimits, str | None], T]
 
 
 class TokenizeRoutes:
@@ -59,22 +60,24 @@ class TokenizeRoutes:
         """
         caller = await self._caller(request)
         body = await read_json_body(request, self._body_limits)
-        base = self._service.base.require_for(caller)
+        base = self._service.bases.likeliest.require_for(caller)
         plain = await base.turns.parsed(body, decode_plain)
         shape = shape_of(plain)
         if shape == "inputs":
-            return await _spans(plain, base)
+            return await _spans(plain, self._service.bases.first.require_for(caller))
         request.state.dialect = "openai"
-        parse: Parse[IdsAsked] = parse_messages if shape == "messages" else parse_prompt
-        asked = await self._parsed(request, caller, body, parse)
-        model, (prompt,) = await self._prompts(request, caller, _uncut(asked.call))
+        parse: ParseBody[IdsAsked] = parse_messages if shape == "messages" else parse_prompt
+        read = await self._read(request, caller, body, parse, attrgetter("call"))
+        asked = read.parsed
+        model, (prompt,) = await self._prompts(request, caller, read, _uncut(asked.call))
         return await _ids(prompt.ids, model, asked.with_strings)
 
     async def detokenize(self, request: Request) -> Response:
         caller = await self._caller(request)
         body = await read_json_body(request, self._body_limits)
-        ids, call = await self._parsed(request, caller, body, parse_detokenize)
-        model, _ = await self._prompts(request, caller, call)
+        read = await self._read(request, caller, body, parse_detokenize, itemgetter(1))
+        ids, call = read.parsed
+        model, _ = await self._prompts(request, caller, read, call)
         check_ids(ids, model, "tokens")
 
         def answer() -> DetokenizedText:
@@ -82,12 +85,15 @@ class TokenizeRoutes:
 
         return LongAnswer(await model.turns.written(len(ids), answer))
 
-    async def _render(self, request: Request, parse: Parse[ApiRequest], prefix: str) -> Response:
+    async def _render(
+        self, request: Request, parse: ParseBody[ApiRequest], prefix: str
+    ) -> Response:
         """Answers as vLLM: the prompt and sampling of a generation, and the body's own words."""
         caller = await self._caller(request)
         body = await read_json_body(request, self._body_limits)
-        call = (await self._parsed(request, caller, body, parse)).call
-        model, prompts = await self._prompts(request, caller, call)
+        read = await self._read(request, caller, body, parse, attrgetter("call"))
+        call = read.parsed.call
+        model, prompts = await self._prompts(request, caller, read, call)
         said = msgspec.json.decode(body)
         kept = {name: said[name] for name in _KEPT if name in said}
         kept["request_id"] = f"{prefix}-{said.get('request_id') or request.state.request_id}"
@@ -104,35 +110,43 @@ class TokenizeRoutes:
     async def count_messages(self, request: Request) -> Response:
         caller = await self._caller(request)
         body = await read_json_body(request, self._body_limits)
-        call = await self._parsed(request, caller, body, parse_count)
-        _, (prompt,) = await self._prompts(request, caller, _uncut(call))
+        read = await self._read(request, caller, body, parse_count, lambda call: call)
+        _, (prompt,) = await self._prompts(request, caller, read, _uncut(read.parsed))
         return json_response(TokenCount(len(prompt.ids)))
 
     async def info(self, request: Request) -> Response:
         await self._caller(request)
-        model = self._service.base.require()
+        model = self._service.bases.first.require()
         return json_response(tokenizer_info(model.card, model.added_tokens()))
 
-    async def _parsed(self, request: Request, caller: Caller, body: bytes, parse: Parse[T]) -> T:
+    async def _read(
+        self,
+        request: Request,
+        caller: Caller,
+        body: bytes,
+        parse: ParseBody[T],
+        call_of: Callable[[T], GenerationCall],
+    ) -> Read[T]:
         """Reads a body in its turn among the other bodies. Raises RequestError."""
-        limits, bearer = self._service.base.limits, self._service.answerer.bearer(request)
-        turns = self._service.base.require_for(caller).turns
-        return await turns.parsed(body, lambda body: parse(body, limits, bearer))
+        bearer = self._service.answerer.bearer(request)
+        unread = Unread(body, parse, caller, bearer, call_of)
+        return await self._service.dispatcher.reader.read(unread, waits=False)
 
     async def _caller(self, request: Request) -> Caller:
         """Finds who calls. Raises RequestError."""
         return await self._service.tenancy.identify(request.headers.get("authorization"))
 
     async def _prompts(
-        self, request: Request, caller: Caller, call: GenerationCall
+        self, request: Request, caller: Caller, read: Read[T], call: GenerationCall
     ) -> tuple[TextModel, list[Prompt]]:
         """Builds the prompts of a call, authorised and resolved as a generation. Raises
         RequestError.
         """
         service, request_id = self._service, request.state.request_id
-        asked = service.dispatcher.authorise(call, caller, request_id)
+        asked = service.dispatcher.authorise(read, call, caller, request_id)
         charge = service.tenancy.metering.charge(caller, request_id)  # nothing is run: not closed
-        return await service.dispatcher.prompts(asked, service.answerer.observer(request, charge))
+        observer = service.answerer.observer(request, charge)
+        return await service.dispatcher.prompts(asked, read.base, observer)
 
 
 def _uncut(call: GenerationCall) -> GenerationCall:

@@ -27,25 +27,26 @@ class TrainerRoutes:
 
     async def pause(self, request: Request) -> Response:
         """Holds new sequences. Answers at once with `keep`, else when no sequence runs."""
-        mode, fleet = pause_mode(request.query_params), self._service.fleet
+        mode, bases = pause_mode(request.query_params), self._service.bases
         check_alone(self._service.config.router_processes)
         request.state.target = mode
-        fleet.pause()
+        bases.pause()
         logger.info("paused (%s): sequences wait in the queue until POST /resume", mode)
         if mode == "abort":
             self._service.dispatcher.abort(None, None)
         if mode != "keep":
-            await until_disconnect(request, fleet.until_idle())
-        return json_response(PauseState("paused" if fleet.paused else "resumed"))
+            await until_disconnect(request, bases.until_idle())
+        return json_response(PauseState("paused" if bases.paused else "resumed"))
 
     async def resume(self, request: Request) -> Response:
-        self._service.fleet.resume()
+        self._service.bases.resume()
         logger.info("resumed")
         return json_response(PauseState("resumed"))
 
     async def is_paused(self, request: Request) -> Response:
-        return json_response(IsPaused(self._service.fleet.paused))
+        return json_response(IsPaused(self._service.bases.paused))
 
     async def world_size(self, request: Request) -> Response:
-        self._service.base.require()
-        return json_response(WorldSize(self._service.fleet.shards))
+        base = self._service.bases.first
+        base.require()
+        return json_response(WorldSize(base.fleet.shards))

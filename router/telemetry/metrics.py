@@ -3,11 +3,18 @@
 Labels come from fixed, short lists; `top_adapters` bounds the only names among them.
 """
 
-from typing import Literal, get_args
+from collections.abc import Sequence
+from typing import Generic, Literal, TypeVar, get_args
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from loraplex.adapters.common.meters import LATENCY_BUCKETS_S, STEP_BUCKETS_S, TOKEN_BUCKETS, Meters
+from loraplex.adapters.common.meters import (
+    LATENCY_BUCKETS_S,
+    STEP_BUCKETS_S,
+    TOKEN_BUCKETS,
+    Labels,
+    Meters,
+)
 from loraplex.router.call import Cause, VectorUse
 from loraplex.router.names.judged_requests import JudgedRequests
 from loraplex.router.names.rollout_tally import Outcomes
@@ -29,15 +36,20 @@ GENERATION_PATHS = (
 
 # How a sequence began: without an adapter; with one; with one that it had to wait for.
 Start = Literal["base", "warm", "cold"]
+M = TypeVar("M", Counter, Histogram)
 
 
 class RouterMetrics:
     """Families are attributes; `meters` declares more, and gauges that are read at each scrape.
 
-    max_adapters: those that have series of their own.
+    max_adapters: those that have series of their own. bases: names of the router's bases; where
+    these have names, families about answers have the label `base`.
     """
 
-    def __init__(self, registry: CollectorRegistry, max_adapters: int) -> None:
+    def __init__(
+        self, registry: CollectorRegistry, max_adapters: int, bases: Sequence[str] = ("",)
+    ) -> None:
+        self._base: Labels = {"base": bases} if any(bases) else {}
         self.meters = Meters(registry, "loraplex_")
         self.top_adapters = TopAdapters(max_adapters)
         self.outcomes = Outcomes()
@@ -48,6 +60,11 @@ class RouterMetrics:
         self._declare_placement()
         self._declare_adapters()
         self._declare_batches()
+        self._answers = {base: AnswerMetrics(self, base) for base in bases}
+
+    def of(self, base: str) -> "AnswerMetrics":
+        """The measurements of one base's answers."""
+        return self._answers[base]
 
     def _declare_requests(self) -> None:
         meters = self.meters
@@ -64,6 +81,7 @@ class RouterMetrics:
             "request_seconds",
             "From a generation request's arrival to its last token",
             LATENCY_BUCKETS_S,
+            self._base,
         )
         self.connections = meters.counter("connections", "Connections that clients opened")
         self.connections_refused = meters.counter(
@@ -95,38 +113,44 @@ class RouterMetrics:
         )
 
     def _declare_tokens(self) -> None:
-        meters = self.meters
-        self.prompt_tokens = meters.counter("prompt_tokens", "Prompt tokens of started sequences")
+        meters, base = self.meters, self._base
+        self.prompt_tokens = meters.counter(
+            "prompt_tokens", "Prompt tokens of started sequences", base
+        )
         self.cached_tokens = meters.counter(
-            "cached_prompt_tokens", "Prompt tokens that a worker found in its prefix cache"
+            "cached_prompt_tokens", "Prompt tokens that a worker found in its prefix cache", base
         )
         self.vectors = meters.counter(
             "vectors",
             "Prompts that were read for numbers: a vector, classes, or the fit of a document",
-            {"use": get_args(VectorUse)},
+            {"use": get_args(VectorUse), **base},
         )
-        self.generated_tokens = meters.counter("generated_tokens", "Tokens received from workers")
+        self.generated_tokens = meters.counter(
+            "generated_tokens", "Tokens received from workers", base
+        )
         self.first_token_s = meters.histogram(
             "time_to_first_token_seconds",
             "From a request's arrival to its first token; cold = it waited for its adapter",
             LATENCY_BUCKETS_S,
-            {"start": get_args(Start)},
+            {"start": get_args(Start), **base},
         )
         self.token_gap_s = meters.histogram(
             "inter_token_latency_seconds",
             "Between two arrivals of tokens of one sequence",
             STEP_BUCKETS_S,
+            base,
         )
         self.output_token_s = meters.histogram(
             "time_per_output_token_seconds",
             "Of a whole sequence: from its first token to its last, over those after the first",
             STEP_BUCKETS_S,
+            base,
         )
 
     def _declare_answers(self) -> None:
         meters = self.meters
         self.prefill_s, self.decode_s, self.inference_s = (
-            meters.histogram(f"{name}_seconds", text, LATENCY_BUCKETS_S)
+            meters.histogram(f"{name}_seconds", text, LATENCY_BUCKETS_S, self._base)
             for name, text in (
                 ("prefill", "From a sequence's way to its worker to its first token"),
                 ("decode", "From a sequence's first token to its last"),
@@ -135,7 +159,9 @@ class RouterMetrics:
         )
         # In the order of `RequestObserver.finished`.
         self.sizes = {
-            name: meters.histogram(f"request_{name}", f"Of a whole answer: {text}", TOKEN_BUCKETS)
+            name: meters.histogram(
+                f"request_{name}", f"Of a whole answer: {text}", TOKEN_BUCKETS, self._base
+            )
             for name, text in (
                 ("prompt_tokens", "tokens of its prompts"),
                 ("generated_tokens", "tokens of all its choices"),
@@ -147,21 +173,22 @@ class RouterMetrics:
         self.choices_ended = meters.counter(
             "choices_ended",
             "Choices that ended; abort, error: requests that broke off",
-            {"finish": ("stop", "length", "abort", "error")},
+            {"finish": ("stop", "length", "abort", "error"), **self._base},
         )
 
     def _declare_placement(self) -> None:
-        meters = self.meters
+        meters, base = self.meters, self._base
         self.queue_wait_s = meters.histogram(
             "queue_wait_seconds",
             "From a sequence's readiness to its placement on a worker",
             LATENCY_BUCKETS_S,
+            base,
         )
         self.placements = meters.counter(
-            "placements", "Sequences placed, by reason", {"reason": get_args(Reason)}
+            "placements", "Sequences placed, by reason", {"reason": get_args(Reason), **base}
         )
         self.resumes = meters.counter(
-            "resumes", "Attempts after the first, by cause", {"cause": get_args(ErrorCode)}
+            "resumes", "Attempts after the first, by cause", {"cause": get_args(ErrorCode), **base}
         )
 
         self.resume_gap_s = meters.histogram(
@@ -169,6 +196,7 @@ class RouterMetrics:
             "What a client sees of a lost worker: between the last token of one attempt and the"
             " first of the next",
             LATENCY_BUCKETS_S,
+            base,
         )
         self.quarantined = meters.counter(
             "requests_quarantined", "Sequences that killed the workers that they ran on"
@@ -230,9 +258,49 @@ class RouterMetrics:
     def request(self, route: str, status: int) -> None:
         self.requests.labels(route, str(status)).inc()
 
+
+class _OfBase(Generic[M]):
+    """Series of one base in a family with more labels. base: "" = the family is of one base."""
+
+    def __init__(self, family: M, base: str) -> None:
+        self._family: M = family
+        self._base = (base,) if base else ()
+
+    def labels(self, value: str) -> M:
+        series: M = self._family.labels(value, *self._base)
+        return series
+
+
+class AnswerMetrics:
+    """Measurements of one base's answers: series of the families in `RouterMetrics`, by the same
+    names.
+    """
+
+    def __init__(self, metrics: RouterMetrics, base: str) -> None:
+        def alone(family: M) -> M:
+            return family.labels(base) if base else family
+
+        self.request_s = alone(metrics.request_s)
+        self.prompt_tokens = alone(metrics.prompt_tokens)
+        self.cached_tokens = alone(metrics.cached_tokens)
+        self.vectors = _OfBase(metrics.vectors, base)
+        self.generated_tokens = alone(metrics.generated_tokens)
+        self.first_token_s = _OfBase(metrics.first_token_s, base)
+        self.token_gap_s = alone(metrics.token_gap_s)
+        self.output_token_s = alone(metrics.output_token_s)
+        self.prefill_s = alone(metrics.prefill_s)
+        self.decode_s = alone(metrics.decode_s)
+        self.inference_s = alone(metrics.inference_s)
+        self.sizes = {name: alone(family) for name, family in metrics.sizes.items()}
+        self.choices_ended = _OfBase(metrics.choices_ended, base)
+        self.resume_gap_s = alone(metrics.resume_gap_s)
+        self._queue_wait_s = alone(metrics.queue_wait_s)
+        self._placements = _OfBase(metrics.placements, base)
+        self._resumes = _OfBase(metrics.resumes, base)
+
     def placed(self, reason: Reason, waited_s: float) -> None:
-        self.placements.labels(reason).inc()
-        self.queue_wait_s.observe(waited_s)
+        self._placements.labels(reason).inc()
+        self._queue_wait_s.observe(waited_s)
 
     def resumed(self, cause: ErrorCode) -> None:
-        self.resumes.labels(cause).inc()
+        self._resumes.labels(cause).inc()

@@ -11,7 +11,7 @@ from loraplex.router.call import FinishReason, GenerationCall, RequestError, Vec
 from loraplex.router.names.served import ServedAdapter
 from loraplex.router.policy.guards import GuardSample
 from loraplex.router.policy.placement.placement import Reason
-from loraplex.router.telemetry.metrics import RouterMetrics, Start
+from loraplex.router.telemetry.metrics import AnswerMetrics, RouterMetrics, Start
 from loraplex.router.telemetry.request import Notes, RequestInHand
 from loraplex.router.telemetry.request_log import note_call
 from loraplex.router.telemetry.top_adapters import BASE, COUNTS, OTHER
@@ -32,6 +32,7 @@ class RequestObserver:
     """
 
     _call: GenerationCall  # once it is asked
+    _own: AnswerMetrics
 
     def __init__(
         self,
@@ -67,12 +68,20 @@ class RequestObserver:
 
     # The way in
 
-    def asked(self, call: GenerationCall, tenant: str, base_name: str) -> None:
-        """Notes that a caller who may asks for an answer, and there are workers."""
+    def asked(self, call: GenerationCall, tenant: str, base_name: str, base: str) -> None:
+        """Notes that a caller who may asks for an answer, and there are workers. base: see
+        `of_base`.
+        """
         self._began, self._call = self.clock(), call
+        self.of_base(base)
         if call.vector is not None:
             self._use = call.vector.use
         note_call(self._request, call, tenant, base_name)
+
+    def of_base(self, base: str) -> None:
+        """Notes for which base the request is. base: its name, as the operator declares it."""
+        self._own = self._metrics.of(base)
+        self._charge.base = base
 
     def resolved(self, began: float) -> None:
         """Notes that the adapter's name is resolved. began: when its adapter's name began to be
@@ -105,25 +114,25 @@ class RequestObserver:
             self._metrics.judged_requests.note(
                 charge.tenant, charge.request_id, adapter, time.time()
             )
-        self._metrics.prompt_tokens.inc(num_prompt_tokens)
+        self._own.prompt_tokens.inc(num_prompt_tokens)
         self._top.count(self._name, _REQUESTS)
         self._top.count(self._name, _PROMPT_TOKENS, num_prompt_tokens)
         self._request.notes["gen_ai.usage.input_tokens"] = num_prompt_tokens
 
     def sequence(self, digest: str | None) -> "SequenceObserver":
         """The observer of one of the request's sequences, with the adapter of this digest."""
-        return SequenceObserver(self, self._request, self._metrics, digest)
+        return SequenceObserver(self, self._request, self._metrics, self._own, digest)
 
     # The way back
 
     def prompt_read(self, num_cached: int) -> None:
         """Notes that a worker has read a prompt. num_cached: tokens that were there already."""
         self._charge.cached_tokens += num_cached
-        self._metrics.cached_tokens.inc(num_cached)
+        self._own.cached_tokens.inc(num_cached)
 
     def generated(self, count: int) -> None:
         """Counts generated tokens of any sequence."""
-        self._metrics.generated_tokens.inc(count)
+        self._own.generated_tokens.inc(count)
         self._top.count(self._name, _GENERATED_TOKENS, count)
         self._num_generated += count
         self._charge.generated_tokens += count
@@ -134,7 +143,7 @@ class RequestObserver:
             return
         self.first_token_s = now - self._began
         self.start = self._start(event)
-        first_token_s = self._metrics.first_token_s.labels(self.start)
+        first_token_s = self._own.first_token_s.labels(self.start)
         first_token_s.observe(self.first_token_s, self._request.exemplar)
         self._request.notes["loraplex.start"] = self.start
         self._request.notes["loraplex.time_to_first_token_s"] = self.first_token_s
@@ -146,29 +155,29 @@ class RequestObserver:
 
     def vector(self, event: TokenEvent) -> None:
         """Notes that one prompt was read for numbers."""
-        self._metrics.vectors.labels(self._use).inc()
+        self._own.vectors.labels(self._use).inc()
         if self.start is None:
             self.start = self._request.notes["loraplex.start"] = self._start(event)
 
     def choice_ended(self, finish: FinishReason, count: int) -> None:
         """Notes that a sequence has ended, with `count` tokens."""
-        self._metrics.choices_ended.labels("stop" if finish == "eos" else finish).inc()
+        self._own.choices_ended.labels("stop" if finish == "eos" else finish).inc()
         self._longest = max(self._longest, count)
 
     def decoded(self, decode_s: float, count: int) -> None:
         """Notes that a sequence has ended, with `count` tokens after its first."""
-        self._metrics.output_token_s.observe(decode_s / count)
+        self._own.output_token_s.observe(decode_s / count)
         self._decode_s += decode_s
         self._num_decoded += count
 
     def finished(self) -> None:
         """Notes that the answer is whole."""
         self._charge.outcome = "ok"
-        self._metrics.request_s.observe(self.elapsed_s, self._request.exemplar)
+        self._own.request_s.observe(self.elapsed_s, self._request.exemplar)
         call, generated = self._call, (self._num_generated, self._longest)
         if call.vector is None:
             sizes = (self._num_prompt, *generated, call.best_of, call.max_tokens)
-            for histogram, size in zip(self._metrics.sizes.values(), sizes, strict=True):
+            for histogram, size in zip(self._own.sizes.values(), sizes, strict=True):
                 if size is not None:
                     histogram.observe(size)
 
@@ -188,7 +197,7 @@ class RequestObserver:
         left.
         """
         self._charge.outcome = "failed" if by_failure else "cancelled"
-        self._metrics.choices_ended.labels("error" if by_failure else "abort").inc()
+        self._own.choices_ended.labels("error" if by_failure else "abort").inc()
         if not by_failure:
             self._metrics.given_up.inc()
             self._request.error = "client_gone"
@@ -226,7 +235,7 @@ class SequenceObserver:
 
     __slots__ = (
         *("_adapter", "_attempt", "_first_at", "_last_at", "_metrics", "_notes", "_num_tokens"),
-        *("_placed_at", "_prefill_s", "_received_at", "_request", "_request_notes"),
+        *("_own", "_placed_at", "_prefill_s", "_received_at", "_request", "_request_notes"),
         *("_submitted_at", "_trace"),
     )
 
@@ -235,12 +244,14 @@ class SequenceObserver:
         request: RequestObserver,
         in_hand: RequestInHand,
         metrics: RouterMetrics,
+        own: AnswerMetrics,
         digest: str | None,
     ) -> None:
         self._request = request
         self._request_notes = in_hand.notes
         self._trace = in_hand.trace
         self._metrics = metrics
+        self._own = own
         self._adapter: Notes = {} if digest is None else {"loraplex.adapter.digest": digest}
         self._notes: Notes = {}
         self._placed_at = self._submitted_at = self._received_at = 0.0
@@ -249,7 +260,7 @@ class SequenceObserver:
 
     def placed(self, began: float, worker_id: str, reason: Reason, tier: str, attempt: int) -> None:
         """Notes that a sequence left the queue, which it entered at `began`, for a worker."""
-        self._metrics.placed(reason, self._request.clock() - began)
+        self._own.placed(reason, self._request.clock() - began)
         self._request_notes["loraplex.placement.reason"] = reason
         self._notes = {
             **self._adapter,
@@ -271,7 +282,7 @@ class SequenceObserver:
         now = time.monotonic()
         if not self._received_at and (event.token_ids or event.vector is not None):
             self._received_at, self._prefill_s = now, now - self._submitted_at
-            self._metrics.prefill_s.observe(self._prefill_s)
+            self._own.prefill_s.observe(self._prefill_s)
             loaded = min(self._submitted_at + (event.load_s or 0.0), now)
             if event.load_s:
                 self._trace.stage("load", self._submitted_at, loaded, self._notes)
@@ -281,7 +292,7 @@ class SequenceObserver:
 
     def resumed(self, cause: ErrorCode) -> None:
         """Notes that another attempt begins."""
-        self._metrics.resumed(cause)
+        self._own.resumed(cause)
 
     def quarantined(self) -> None:
         """Notes that a sequence killed the workers that it ran on."""
@@ -289,7 +300,7 @@ class SequenceObserver:
 
     def token(self, event: TokenEvent) -> None:
         """Notes that generated tokens are with the answer's reader."""
-        request, metrics, count = self._request, self._metrics, len(event.token_ids)
+        request, metrics, count = self._request, self._own, len(event.token_ids)
         now = request.clock()
         request.generated(count)
         if self._num_tokens:
@@ -311,7 +322,7 @@ class SequenceObserver:
         """Notes that the answer's reader has the whole choice."""
         decode_s = self._last_at - self._first_at
         self._request.choice_ended(finish, self._num_tokens)
-        self._metrics.decode_s.observe(decode_s)
-        self._metrics.inference_s.observe(self._prefill_s + decode_s)
+        self._own.decode_s.observe(decode_s)
+        self._own.inference_s.observe(self._prefill_s + decode_s)
         if self._num_tokens > 1:
             self._request.decoded(decode_s, self._num_tokens - 1)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import msgspec
+from msgspec import UNSET
 
 from loraplex.router.call import RequestError
 from loraplex.router.policy.quota import Ask, Subject, Verdict
@@ -156,13 +157,13 @@ class Charge:
     """The charge for one request. One request's. `enter` once, `admit` once, then `close` once,
     with what it used in between.
 
-    adapter: see UsageRecord. has_entered: it has its place, so that work may be done for it.
+    adapter, base: see UsageRecord. has_entered: it has its place, so that work may be done for it.
     """
 
     __slots__ = (
         *("_admitted", "_caller", "_closed", "_digest", "_lease", "_metering", "_started"),
-        *("adapter", "cached_tokens", "generated_tokens", "has_entered", "headers", "outcome"),
-        *("prompt_tokens", "request_id"),
+        *("adapter", "base", "cached_tokens", "generated_tokens", "has_entered", "headers"),
+        *("outcome", "prompt_tokens", "request_id"),
     )
 
     def __init__(self, metering: Metering, caller: Caller, request_id: str, started: float) -> None:
@@ -177,6 +178,7 @@ class Charge:
         self._started = started
         self._admitted: Admitted | None = None
         self.adapter = ""
+        self.base = ""
         self.has_entered = False
         self._digest: str | None = None
         # Callers choose request ids, and may choose one twice; so the lease has an id of its own.
@@ -265,5 +267,6 @@ class Charge:
             cached_tokens=self.cached_tokens,
             completion_tokens=self.generated_tokens,
             seconds=round(now - self._started, 3),
+            base=self.base or UNSET,
         )
         self._metering.record(record, is_listed=self.has_entered)

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 Outcome = Literal["ok", "cancelled", "failed", "refused"]
 
@@ -20,7 +21,8 @@ _COUNTS = (
 class UsageRecord(msgspec.Struct, frozen=True):
     """One request. at: Unix seconds, of its end.
 
-    adapter: its registered name, else as its caller named it; "" = the base.
+    adapter: its registered name, else as its caller named it; "" = the base. base: of several, the
+    one that it was for.
     """
 
     at: float
@@ -34,12 +36,14 @@ class UsageRecord(msgspec.Struct, frozen=True):
     cached_tokens: int
     completion_tokens: int
     seconds: float
+    base: str | UnsetType = UNSET
 
 
 class UsageRow(msgspec.Struct, frozen=True):
-    """The usage of a key with an adapter. requests: all that were admitted; unfinished: those of
-    them that ended before their time. refused: those that ended before they were admitted, at
-    once or after work on the way in.
+    """The usage of a key with an adapter. base: see UsageRecord.
+
+    requests: all that were admitted; unfinished: those of them that ended before their time.
+    refused: those that ended before they were admitted, at once or after work on the way in.
     """
 
     tenant: str
@@ -51,6 +55,7 @@ class UsageRow(msgspec.Struct, frozen=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    base: str | UnsetType = UNSET
 
 
 class Pending:
@@ -68,7 +73,9 @@ class Pending:
             *(record.prompt_tokens, record.cached_tokens, record.completion_tokens),
         )
         for what, amount in zip(_COUNTS, amounts, strict=True):
-            counter = f"{record.key}|{record.adapter}|{what}"
+            counter = f"{record.key}|{record.adapter}|{what}" + (
+                f"|{record.base}" if record.base else ""
+            )
             if amount and counter not in book:
                 if self._size >= MAX_PENDING:
                     counter = group_of(counter)
@@ -111,19 +118,21 @@ def day_and_tenant(name: str) -> tuple[int, str]:
 
 
 def group_of(counter: str) -> str:
-    key, _, what = counter.split("|")
-    return f"{key}|{OTHER}|{what}"
+    key, _, rest = counter.split("|", 2)
+    return f"{key}|{OTHER}|{rest}"
 
 
 def rows_of(tenant: str, books: Iterable[Mapping[str, int]]) -> list[UsageRow]:
     """Sums usage by key and adapter, over all of these days."""
-    found: dict[tuple[str, str], dict[str, int]] = {}
+    found: dict[tuple[str, str, str], dict[str, int]] = {}
     for book in books:
         for counter, amount in book.items():
-            key, adapter, what = counter.split("|")
-            counts = found.setdefault((key, adapter), dict.fromkeys(_COUNTS, 0))
+            key, adapter, what, *base = counter.split("|", 3)
+            place = (key, adapter, "".join(base))
+            counts = found.setdefault(place, dict.fromkeys(_COUNTS, 0))
             if what in counts:
                 counts[what] += amount
     return [
-        UsageRow(tenant, key, adapter, **counts) for (key, adapter), counts in sorted(found.items())
+        UsageRow(tenant, key, adapter, **counts, base=base or UNSET)
+        for (key, adapter, base), counts in sorted(found.items())
     ]

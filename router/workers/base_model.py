@@ -1,4 +1,4 @@
-"""The base model that this router serves: its card, and the workers that may serve it."""
+"""A base model that this router serves: its card, and the workers that may serve it."""
 
 import asyncio
 import logging
@@ -11,7 +11,8 @@ from loraplex.router.call import BASE_PLACEHOLDERS, RequestError
 from loraplex.router.config import RouterConfig
 from loraplex.router.tenancy.keys import Caller
 from loraplex.router.text.model import TextModel
-from loraplex.router.text.turn_taking import TurnTaking
+from loraplex.router.text.turn_taking import CallersTurns, TurnTaking
+from loraplex.router.workers.fleet import Fleet
 from loraplex.router.workers.roster import Roster
 from loraplex.server.protocol import ModelCard
 
@@ -33,17 +34,30 @@ def agreed(newest: ModelCard, workers: Sequence[ModelCard]) -> ModelCard:
 
 
 class BaseModel:
-    """The base model that the workers serve. There is none until the first card.
+    """A base model that workers serve. There is no card until the first of them comes.
 
-    One base is there at a time; another may replace one that is idle. Workers of one base may
-    differ in their options, as during a rolling restart. roster: of those that are connected.
+    Another model may take the place of one that is idle. Workers of one base may differ in their
+    options, as during a rolling restart. name: as the operator declares it; "" = the only one,
+    whatever it is. roster: its connected workers. fleet: brings sequences to them. turns: of all
+    bases together.
     """
 
-    def __init__(self, config: RouterConfig, roster: Roster) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        roster: Roster,
+        fleet: Fleet,
+        turns: TurnTaking,
+        name: str = "",
+    ) -> None:
+        self.name = name
+        self.fleet = fleet
+        self._others = frozenset(config.bases) - {name}
         self._roster = roster
         self._config = config
         self._text: TextModel | None = None
-        self._turns = TurnTaking()
+        self._turns = turns
+        self._running = 0
         self._limits = ApiLimits()
         self._adopting = asyncio.Lock()
 
@@ -56,30 +70,57 @@ class BaseModel:
         """Limits of what bodies may ask for; without meaning before the first card."""
         return self._limits
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of the base, as far as they are known; the first is shown."""
+        return (self.name,) if self._text is None else self._text.card.names
+
+    @property
+    def listed(self) -> tuple[str, ...]:
+        """The names under which lists of models have the base."""
+        if self._text is None:
+            return (self.name,)
+        return self._text.card.listed or self._text.card.names[:1]
+
     def require(self) -> TextModel:
         """The base model's texts. Raises RequestError `unavailable` before the first card."""
         if self._text is None:
-            raise RequestError(
-                "unavailable", "no worker has reported its model yet; try again soon"
-            )
+            of_base = f" of {self.name}" if self.name else ""
+            message = f"no worker{of_base} has reported its model yet; try again soon"
+            raise RequestError("unavailable", message)
         return self._text
 
     def require_for(self, caller: Caller) -> TextModel:
         """The same, whose work takes this caller's turns. Raises as `require`."""
-        return self.require().taking(self._turns.of(caller.tenant, caller.is_batch))
+        return self.require().taking(self.turns_of(caller))
 
-    async def adopt(
-        self, card: ModelCard, in_use: Callable[[], bool] = lambda: False
-    ) -> str | None:
+    def turns_of(self, caller: Caller) -> CallersTurns:
+        return self._turns.of(caller.tenant, caller.is_batch)
+
+    def hold(self) -> Callable[[], None]:
+        """Notes that a request begins to be answered by this model; call what is returned when it
+        is over.
+        """
+        self._running += 1
+        return self._release
+
+    def _release(self) -> None:
+        self._running -= 1
+
+    @property
+    def _in_use(self) -> bool:
+        """Whether something runs or waits that was tokenised for the model of now."""
+        return bool(self.fleet.views) or self._running > 0
+
+    async def adopt(self, card: ModelCard) -> str | None:
         """Serve this model from now on, as it and the others say; None = it is so.
 
-        in_use: whether workers are connected or requests are being answered, asked when it counts.
         Returns why not, when they serve another base or the card's tokenizer cannot be used.
         """
         async with self._adopting:
             held = self._text
             is_same = held is not None and held.card.base_digest == card.base_digest
-            if held is not None and not is_same and in_use():
+            if held is not None and not is_same and self._in_use:
                 return (
                     f"it serves {card.names[0]} ({card.base_digest[:12]}), this router serves "
                     f"{held.card.names[0]} ({held.card.base_digest[:12]})"
@@ -114,11 +155,11 @@ class BaseModel:
     def is_named(self, name: str) -> bool:
         """Whether a request that says `name` means the base."""
         known = () if self._text is None else self._limits.base_names
-        return name in (*known, *BASE_PLACEHOLDERS)
+        return name in (self.name, *known, *BASE_PLACEHOLDERS)
 
     def _names(self, card: ModelCard) -> tuple[str, ...]:
         """Names of the base: a name that was given to an adapter never means the base."""
         registered = {text.partition("=")[0] for text in self._config.adapters}
         for name in registered.intersection(card.names):
             logger.warning("%s is the adapter registered so, not the base model of that name", name)
-        return tuple(name for name in card.names if name not in registered)
+        return tuple(name for name in card.names if name not in registered | self._others)

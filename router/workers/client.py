@@ -47,7 +47,12 @@ class Courier(Protocol):
 class WorkerListener(Protocol):
     """Hears of a worker's comings and goings."""
 
-    async def accept_card(self, card: ModelCard) -> str | None:
+    def base_of(self, card: ModelCard) -> str:
+        """The name of the base whose workers have this card. Raises CardError for no base of this
+        router's.
+        """
+
+    async def accept_card(self, base: str, card: ModelCard) -> str | None:
         """Judges a worker's model card. Asked at each connection: None = welcome, else why this
         model cannot be served from.
         """
@@ -57,20 +62,21 @@ class WorkerListener(Protocol):
         worker is not.
         """
 
-    def worker_gone(self) -> None:
+    def worker_gone(self, base: str) -> None:
         """A connection that had begun is over."""
 
     def worker_connected(self, session: WorkerSession) -> None:
         """A connection begins. It may be sent frames; what comes back is read from now on."""
 
-    def worker_changed(self) -> None:
-        """Room, readiness or residency of some worker may have changed."""
+    def worker_changed(self, base: str) -> None:
+        """Room, readiness or residency of some worker of this base may have changed."""
 
 
 class WorkerClient:
     """Keeps a connection to one worker: `run` keeps it connected until it is cancelled.
 
-    `url`: ws://host:port or wss://host:port.
+    `url`: ws://host:port or wss://host:port. base: the name of the base that the worker serves, or
+    served when it was last connected; "" = not known yet, or the router's only one.
     """
 
     def __init__(
@@ -85,6 +91,7 @@ class WorkerClient:
         self.url = url.rstrip("/")
         self.session: WorkerSession | None = None
         self.card: ModelCard | None = None  # while it is connected; without its texts
+        self.base = ""
         self.problem: str | None = "not connected yet"
         self._was_there = False
         self._router_id = router_id
@@ -130,10 +137,10 @@ class WorkerClient:
             return "an unforeseen error; see the log"
         finally:
             self.session = None
-            self._listener.worker_changed()
+            self._listener.worker_changed(self.base)
             if self.card is not None:
                 self.card = None
-                self._listener.worker_gone()
+                self._listener.worker_gone(self.base)
         return "the worker closed the connection"
 
     async def _serve_connection(self) -> None:
@@ -152,13 +159,15 @@ class WorkerClient:
         ) as socket:
             hello = await self._greet(socket)
             card = await self._card(hello.card_digest)
-            refusal = await self._listener.accept_card(card)
+            base = self._listener.base_of(card)
+            refusal = await self._listener.accept_card(base, card)
             if refusal is None:
                 refusal = self._listener.accept_worker(hello)
             if refusal is not None:
                 raise CardError(refusal)
             supply = partial(self._courier.deliver, _http(self.url), self._secret)
-            self.session = WorkerSession(socket, hello, self._listener.worker_changed, supply)
+            changed = partial(self._listener.worker_changed, base)
+            self.base, self.session = base, WorkerSession(socket, hello, changed, supply, base)
             self.card = msgspec.structs.replace(
                 card, tokenizer_json="", chat_template=None, named_templates={}
             )

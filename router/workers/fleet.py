@@ -20,12 +20,12 @@ from loraplex.router.policy.matching import Match, Matcher
 from loraplex.router.policy.placement.placement import PlacementRequest, Placer, Reason
 from loraplex.router.policy.placement.workers import WorkerView
 from loraplex.router.policy.queue.cost import Bill
+from loraplex.router.policy.queue.missed import Missed
 from loraplex.router.policy.queue.queue_limits import QueueCapacity, QueueFull, QueueSize
 from loraplex.router.policy.queue.waiting import Waiting, WaitingQueue
 from loraplex.router.workers.client import WorkerClient
 from loraplex.router.workers.roster import Roster
 from loraplex.router.workers.session import Credit, WorkerLost, WorkerSession
-from loraplex.server.protocol import WorkerHello
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +45,12 @@ class Placed(NamedTuple):
 
 
 class Fleet:
-    """Brings sequences from the queue to workers. roster: the workers.
+    """Brings sequences from the queue to the workers of one base. roster: these workers.
 
     silence_s: how long a worker may be silent before its sequences go on elsewhere. worker_wait_s:
     how long new sequences wait while no worker takes work. names_known: set once the operator's
-    adapters have their names; first requests wait for it, too.
+    adapters have their names; first requests wait for it, too. base: the base's name, see
+    `BaseModel`.
     """
 
     def __init__(
@@ -59,13 +60,16 @@ class Fleet:
         worker_wait_s: float,
         silence_s: float,
         handed_over: Callable[[int], None],
+        names_known: asyncio.Event,
+        base: str = "",
     ) -> None:
         self.queue = queue
+        self.missed = Missed()
+        self._base = base
         self._silence_s = silence_s
         self._handed_over = handed_over
         self._roster = roster
-        self.names_known = asyncio.Event()
-        self.names_known.set()
+        self._names_known = names_known
         self._worker_wait_s = worker_wait_s
         self._placement = Placer()
         self._matcher = Matcher(queue, self._placement)
@@ -146,8 +150,10 @@ class Fleet:
 
         As many may wait here as in the queue. Raises NoWorker when none came in time, QueueFull.
         """
-        if self.ready and self.names_known.is_set():
+        if self.ready and self._names_known.is_set():
             return
+        if not self.ready:
+            self.missed.note(asyncio.get_running_loop().time())
         refusal = self._without_worker.refusal(tenant, 1, nbytes)
         if refusal is not None:
             raise QueueFull(f"no worker is ready, and {refusal[0]}", self._worker_wait_s)
@@ -222,19 +228,6 @@ class Fleet:
         others = [session for session in self.sessions if session.worker_id not in avoid]
         return any(error.code == "unavailable" or session.knows(digest) for session in others)
 
-    def accept_worker(self, hello: WorkerHello) -> str | None:
-        """Accept a worker. If two workers have one name, the one that started last is believed."""
-        for session in self.sessions:
-            if session.worker_id != hello.worker_id:
-                continue
-            if session.epoch >= hello.epoch:
-                return (
-                    f"another worker {hello.worker_id} is connected, which started as late or "
-                    "later: name it once, and give each worker a --worker-id of its own"
-                )
-            session.fence(f"another worker {hello.worker_id} has started since")
-        return None
-
     def worker_changed(self) -> None:
         """Ends those whose time is over; hands out credits while there are some."""
         self._changed.set()
@@ -243,7 +236,7 @@ class Fleet:
             _fail(entry, DeadlinePassed())
         if self.ready:
             self._unready_since = now
-            if self.names_known.is_set():
+            if self._names_known.is_set():
                 self._became_ready.set()
         elif now - self._unready_since >= self._worker_wait_s:
             for entry in self.queue.withdraw_new():
@@ -297,7 +290,9 @@ class Fleet:
 
     def _no_worker(self) -> NoWorker:
         draining = any(view.draining for view in self.views)
-        why = "every worker is draining" if draining else "no worker is ready"
+        of_base = f" of {self._base}" if self._base else ""
+        state = "every worker{} is draining" if draining else "no worker{} is ready"
+        why = state.format(of_base)
         if self.ready:
             why = "the operator's adapters are still being checked"
         return NoWorker(f"{why}; try again soon", 2.0)

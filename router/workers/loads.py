@@ -106,6 +106,7 @@ class ConnectionLoads:
                     state.message or "the worker could not load the adapter",
                     state.violations,
                     state.retry_after_s,
+                    state.trained_for,
                 )
             )
 

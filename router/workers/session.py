@@ -155,7 +155,7 @@ class WorkerSession:
     """One connection to a worker, from its hello to its end.
 
     `on_change` is called, once a frame, when room, readiness or residency may have changed.
-    `supply`: see `ConnectionLoads`.
+    `supply`: see `ConnectionLoads`. base: the name of the base that the worker serves.
     """
 
     def __init__(
@@ -164,8 +164,10 @@ class WorkerSession:
         hello: WorkerHello,
         on_change: Callable[[], None],
         supply: Supply,
+        base: str = "",
     ) -> None:
         self.hello = hello
+        self.base = base
         self.status: WorkerStatus | None = None
         self._reported_at = asyncio.get_running_loop().time()
         self.view = WorkerView(hello.worker_id, credits=hello.credits)

@@ -82,7 +82,7 @@ LoadStage = Literal["fetching", "checking", "ready", "failed"]
 class AdapterState(msgspec.Struct, frozen=True, array_like=True, tag="as"):
     """Progress of an AdapterLoad or AdapterMerge.
 
-    Final: `ready` (manifest set), `failed` (error, message set).
+    Final: `ready` (manifest set), `failed` (error, message set). trained_for: see AdapterError.
     """
 
     load_id: str
@@ -92,6 +92,7 @@ class AdapterState(msgspec.Struct, frozen=True, array_like=True, tag="as"):
     message: str | None = None
     violations: tuple[Violation, ...] = ()
     retry_after_s: float | None = None
+    trained_for: str = ""
 
 
 TierState = Literal["absent", "loading", "ready"]

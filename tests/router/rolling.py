@@ -95,7 +95,7 @@ async def running_fleet(
         for router in routers:
 
             async def connected(router: Running = router) -> bool:
-                return len(router.service.fleet.sessions) == 2
+                return len(router.service.bases.first.fleet.sessions) == 2
 
             await poll(connected)
         answer = await call(fleet.one, "POST", "", name="mine", ref="org/old")

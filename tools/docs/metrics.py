@@ -55,7 +55,7 @@ def compat_meters() -> Meters:
     service = build_service(RouterConfig(workers=()), CollectorRegistry(), open_hub())
     meters = Meters(CollectorRegistry(), COMPAT_PREFIX)
     aliases = service.catalog.rules.aliases
-    compat = CompatMetrics(service.base, service.fleet, aliases, service.admin.use)
+    compat = CompatMetrics(service.bases, aliases, service.admin.use)
     compat.declare(meters, service.metrics)
     return meters
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Literal, cast
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.manifest import AdapterManifest
@@ -369,7 +369,8 @@ class AdapterObject(msgspec.Struct, frozen=True):
     partial: null = every module that its config targets has weights.
     ends: tokens that end its answers, in addition to the base's; null = not looked for yet.
     resident_on, loading_on: ids of workers. running: requests of this router. last_used: Unix
-    seconds. history: oldest first. kept: uploaded versions, the newest last.
+    seconds. history: oldest first. kept: uploaded versions, the newest last. base: of several, its
+    own.
     """
 
     id: str
@@ -395,6 +396,7 @@ class AdapterObject(msgspec.Struct, frozen=True):
     tenant: str | None = None
     tool_format: str | None = None
     kept: list[KeptVersion] = []
+    base: str | UnsetType = UNSET
     object: Literal["adapter"] = "adapter"
 
 
@@ -575,6 +577,7 @@ def adapter_object(
         tenant=registration.tenant or None,
         tool_format=registration.tool_format or None,
         kept=[KeptVersion(v.number, v.content.digest) for v in registration.kept],
+        base=registration.base or UNSET,
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from loraplex.adapters.ref import format_ref
 from loraplex.router.api.admin.adapters import (
@@ -40,6 +41,18 @@ class BaseObject(msgspec.Struct, frozen=True):
     max_context: int
     chat: bool
     gives: tuple[Gift, ...]
+
+
+class BaseState(msgspec.Struct, frozen=True):
+    """One of several bases. model: null = it had no worker yet. queue: sequences that wait for its
+    workers. waiting: requests that wait for the first of these."""
+
+    name: str
+    model: BaseObject | None
+    queue: int
+    waiting: int
+    workers: int
+    workers_ready: int
 
 
 class RouterObject(msgspec.Struct, frozen=True):
@@ -90,7 +103,8 @@ class PlaceObject(msgspec.Struct, frozen=True):
 
 
 class WorkerObject(msgspec.Struct, frozen=True):
-    """A worker as this router sees it. problem: why it is not connected.
+    """A worker as this router sees it. base: of several, the one that it serves. problem: why it is
+    not connected.
 
     in_flight, credits: sequences of this router there. running, waiting: whoever sent them.
     in_use: digest -> sequences in flight. Counts (tokens, evictions, preemptions) begin with the
@@ -102,6 +116,7 @@ class WorkerObject(msgspec.Struct, frozen=True):
 
     url: str
     id: str | None = None
+    base: str | UnsetType = UNSET
     state: WorkerState = "unreachable"
     problem: str | None = None
     device: str | None = None
@@ -133,7 +148,8 @@ class WorkerObject(msgspec.Struct, frozen=True):
 class RegisteredObject(msgspec.Struct, frozen=True):
     """A registered adapter; `GET /v1/adapters` shows more of it, `…/rollout` what was measured.
 
-    tenant: null = the fleet's. partial: null = all that its config targets has weights.
+    tenant: null = the fleet's. partial: null = all that its config targets has weights. base: of
+    several, its own.
     """
 
     name: str
@@ -147,6 +163,7 @@ class RegisteredObject(msgspec.Struct, frozen=True):
     tenant: str | None = None
     rollout: RolloutObject | None = None
     partial: PartialObject | None = None
+    base: str | UnsetType = UNSET
 
 
 class ErrorObject(msgspec.Struct, frozen=True):
@@ -164,7 +181,8 @@ class FleetObject(msgspec.Struct, frozen=True):
     """Picture of the whole fleet at one time, as the operator's page shows it. time: Unix seconds.
     adapters: null = as in the event before. problems: of the adapters file.
 
-    errors: the last that callers got, newest first.
+    errors: the last that callers got, newest first. base: the first one. bases: all, if the router
+    has several.
     """
 
     time: float
@@ -177,6 +195,7 @@ class FleetObject(msgspec.Struct, frozen=True):
     adapters_left_out: int
     problems: list[str]
     errors: list[ErrorObject]
+    bases: tuple[BaseState, ...] | UnsetType = UNSET
     object: Literal["fleet"] = "fleet"
 
 
@@ -211,6 +230,7 @@ def _registered(registration: Registration) -> RegisteredObject:
         tenant=registration.tenant or None,
         rollout=rollout_object(registration),
         partial=partial_object(registration),
+        base=registration.base or UNSET,
     )
 
 

@@ -241,4 +241,5 @@ def failed(load_id: str, error: AdapterError) -> AdapterState:
         message=error.message,
         violations=error.violations,
         retry_after_s=error.retry_after_s,
+        trained_for=error.trained_for,
     )

@@ -226,7 +226,7 @@ async def test_pins_reach_every_worker_and_those_that_come_back(tmp_path: Path) 
     ):
 
         async def both() -> bool:
-            return len(router.service.fleet.sessions) == 2
+            return len(router.service.bases.first.fleet.sessions) == 2
 
         await poll(both)
         answer = await register(router, "mine", "org/one", pin=True)

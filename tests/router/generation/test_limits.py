@@ -45,7 +45,7 @@ async def test_a_full_queue(tmp_path: Path) -> None:
         asking = [asyncio.create_task(complete(router)) for _ in range(5)]
 
         async def full() -> bool:
-            return len(router.service.fleet.queue) == 3 and len(worker.requests) == 2
+            return len(router.service.bases.first.fleet.queue) == 3 and len(worker.requests) == 2
 
         await poll(full)
         for stream in (False, True):
@@ -74,7 +74,7 @@ async def test_a_queue_full_of_bytes(tmp_path: Path) -> None:
         asking = [asyncio.create_task(complete(router, prompt="y" * 80)) for _ in range(2)]
 
         async def queued() -> bool:
-            return len(router.service.fleet.queue) == 1
+            return len(router.service.bases.first.fleet.queue) == 1
 
         await poll(queued)
         assert (await complete(router, prompt="y" * 80)).status_code == 429
@@ -147,7 +147,7 @@ async def complete_later(router: Running, **fields: Any) -> "asyncio.Task[httpx.
 
 async def waiting_room(router: Running, count: int) -> None:
     async def waits() -> bool:
-        return router.service.fleet.without_worker.count == count
+        return router.service.bases.first.fleet.without_worker.count == count
 
     await poll(waits)
 
@@ -164,7 +164,7 @@ async def test_requests_wait_for_the_first_worker(tmp_path: Path, known: bool) -
         max_queue=2,
     ) as router:
         if known:
-            assert await router.service.base.adopt(worker.card) is None
+            assert await router.service.bases.first.adopt(worker.card) is None
         asking = [await complete_later(router, stream=stream) for stream in (False, True)]
         await waiting_room(router, 2)
         refused = await complete(router)
@@ -188,7 +188,7 @@ async def test_what_waits_when_the_last_worker_leaves_is_told_so(tmp_path: Path)
         asking = [await complete_later(router) for _ in range(3)]
 
         async def queued() -> bool:
-            return len(router.service.fleet.queue) == 2
+            return len(router.service.bases.first.fleet.queue) == 2
 
         await poll(queued)
         await worker.announce(ready=False)

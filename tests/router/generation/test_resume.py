@@ -217,7 +217,7 @@ async def test_what_a_worker_never_heard_of_runs_elsewhere(tmp_path: Path) -> No
 
 async def _able(router: Running, count: int) -> bool:
     """Whether so many workers take new work."""
-    return sum(view.able for view in router.service.fleet.views) == count
+    return sum(view.able for view in router.service.bases.first.fleet.views) == count
 
 
 async def test_a_lone_worker_may_be_silent(router: Running, worker: FakeWorker) -> None:
@@ -237,7 +237,7 @@ async def test_a_lone_worker_may_be_silent(router: Running, worker: FakeWorker) 
     asking = asyncio.create_task(text_of(router, stream=True))
 
     async def noticed() -> bool:
-        return worker.silent and not router.service.fleet.ready
+        return worker.silent and not router.service.bases.first.fleet.ready
 
     await poll(noticed)
     worker.silent = False
@@ -264,10 +264,10 @@ async def test_streams_wait_for_the_return_of_the_only_engine(
     asking = asyncio.create_task(text_of(router, stream=True))
 
     async def waits() -> bool:
-        return len(router.service.fleet.queue) == 1
+        return len(router.service.bases.first.fleet.queue) == 1
 
     await poll(waits)
-    assert not router.service.fleet.ready
+    assert not router.service.bases.first.fleet.ready
     await worker.announce(ready=True)
     assert await asking == TEXT
     assert [len(request.accepted_ids) for request in worker.requests] == [0, 7]
@@ -291,7 +291,7 @@ async def test_the_resumed_go_first(tmp_path: Path) -> None:
         asking = [asyncio.create_task(text_of(router, stream=False)) for _ in range(3)]
 
         async def waiting() -> bool:
-            return len(router.service.fleet.queue) == 2
+            return len(router.service.bases.first.fleet.queue) == 2
 
         await poll(waiting)
         queued.set()

@@ -61,11 +61,14 @@ class Clocked:
 
         self.catalog = Catalog(rules, pin, self._load, lambda: self.now, lambda: 0.0)
 
-    async def _load(self, origin: Origin, token: Secret | None) -> AdapterManifest:
+    async def _load(
+        self, origin: Origin, token: Secret | None, base: str
+    ) -> tuple[AdapterManifest, str]:
         self.loads += 1
         self.now += self.load_s
         self.during_load()
-        return make_manifest("merged" if not isinstance(origin, AdapterRef) else origin.name)
+        name = "merged" if not isinstance(origin, AdapterRef) else origin.name
+        return make_manifest(name), base
 
     async def ask(self, name: str, token: str | None) -> str:
         """Its digest, or the code of the refusal."""

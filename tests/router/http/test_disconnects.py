@@ -147,7 +147,7 @@ async def test_leaving_the_queue(tmp_path: Path, stream: bool) -> None:
 
 async def until_queued(router: Running, count: int) -> None:
     async def reached() -> bool:
-        return len(router.service.fleet.queue) == count
+        return len(router.service.bases.first.fleet.queue) == count
 
     await poll(reached)
 

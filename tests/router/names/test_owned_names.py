@@ -23,7 +23,7 @@ from loraplex.router.names.registration import AliasState, Origin, Registration,
 from loraplex.router.names.served import Origin as ServedOrigin
 from loraplex.router.names.served import ServedAdapter
 from loraplex.router.names.use import AdapterUse
-from loraplex.router.policy.rollout import Content
+from loraplex.router.policy.rollout import Content, Held
 from loraplex.router.shared.memory_store import MemoryStore
 from loraplex.router.shared.store import Row, Store
 from loraplex.router.tenancy.keys import NOBODY, ApiKey, Caller
@@ -199,7 +199,8 @@ async def test_running_requests_are_counted_by_owner() -> None:
         for tenant in ("acme", "globex")
     }
     assert [use.running(OwnedName("sql", tenant)) for tenant in TENANTS] == [0, 1, 1]
-    draining = asyncio.create_task(use.drained(OwnedName("sql", "acme"), manifest.digest))
+    held = Held("", manifest.digest)
+    draining = asyncio.create_task(use.drained(OwnedName("sql", "acme"), held))
     releases["acme"]()
     await draining
     assert use.running(OwnedName("sql", "globex")) == 1
@@ -287,10 +288,12 @@ async def _pin(ref: AdapterRef, token: Secret | None) -> AdapterRef:
     return msgspec.structs.replace(ref, revision=COMMIT)
 
 
-async def _load(origin: ServedOrigin, token: Secret | None) -> AdapterManifest:
+async def _load(
+    origin: ServedOrigin, token: Secret | None, base: str
+) -> tuple[AdapterManifest, str]:
     if isinstance(origin, AdapterRef):
-        return make_manifest(origin.name)
-    return make_manifest(origin.recipe.digest)
+        return make_manifest(origin.name), base
+    return make_manifest(origin.recipe.digest), base
 
 
 @given(

@@ -112,7 +112,7 @@ def counters(
     metering = Metering(store, Admission(store, lambda: True, "open", "router"), clock)
     charge = metering.charge(NOBODY, "x")
     observer = RequestObserver(in_hand(), metrics, charge, lambda error: None, clock)
-    observer.asked(completion(), "", "base")
+    observer.asked(completion(), "", "base", "")
     observer.queued(served, 1)
     sequence = observer.sequence(served.digest)
     for index in range(tokens):

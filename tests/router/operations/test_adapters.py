@@ -306,7 +306,7 @@ async def test_a_stream_waits_for_the_worker_that_can_get_its_adapter(tmp_path: 
         await full.until(lambda: bool(full.loads) and len(sound.requests) == 1)
 
         async def waits() -> bool:
-            return len(router.service.fleet.queue) == 1
+            return len(router.service.bases.first.fleet.queue) == 1
 
         await poll(waits)
         await sound.announce(ready=True)

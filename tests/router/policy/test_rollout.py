@@ -190,8 +190,8 @@ def test_the_history_is_bounded_and_has_every_step(weights: list[int]) -> None:
 
 def test_digests_and_pins_of_a_rollout() -> None:
     running = msgspec.structs.replace(started(), pinned=True)
-    both = {content("old").digest, content("new").digest}
-    assert running.digests == both
-    assert {kept.digest for kept in running.pinned_contents} == both
+    both = {content("old").held, content("new").held}
+    assert running.held == both
+    assert {kept.held for kept in running.pinned_contents} == both
     back = rolled_back(running, None, "", 1.0, "me")
-    assert back.digests == {content("old").digest}
+    assert back.held == {content("old").held}

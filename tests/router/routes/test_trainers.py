@@ -181,7 +181,7 @@ async def test_a_session_stays_where_it_was(tmp_path: Path) -> None:
     ):
 
         async def both() -> bool:
-            return sum(view.able for view in router.service.fleet.views) == 2
+            return sum(view.able for view in router.service.bases.first.fleet.views) == 2
 
         await poll(both)
         seen = dict.fromkeys("ab", 0)
@@ -312,7 +312,7 @@ async def paused(router: Running) -> bool:
 
 async def until_waiting(router: Running, count: int) -> None:
     async def waiting() -> bool:
-        return len(router.service.fleet.queue) == count
+        return len(router.service.bases.first.fleet.queue) == count
 
     await poll(waiting)
 
@@ -365,7 +365,7 @@ async def test_wait_answers_when_nothing_runs(router: Running, worker: FakeWorke
     hold.release.set()
     assert (await running).status_code == 200
     assert (await pausing).json() == {"status": "paused"}
-    assert not router.service.fleet.views[0].in_flight
+    assert not router.service.bases.first.fleet.views[0].in_flight
     await router.client.post("/resume")
 
 

@@ -20,7 +20,7 @@ def ask(router: Running, **fields: Any) -> "asyncio.Task[httpx.Response]":
 
 async def until_queued(router: Running, count: int) -> None:
     async def queued() -> bool:
-        return len(router.service.fleet.queue) == count
+        return len(router.service.bases.first.fleet.queue) == count
 
     await poll(queued)
 
@@ -54,7 +54,7 @@ async def test_an_idle_server_takes_all_that_its_queue_may_hold(tmp_path: Path) 
         worker_waits.set()
         assert (await asking).status_code == 200
         await router.until_idle()
-        router.service.fleet.queue.check_room("", 90, 256 << 20, 0.0)
+        router.service.bases.first.fleet.queue.check_room("", 90, 256 << 20, 0.0)
 
 
 async def test_what_is_refused_was_not_charged(tmp_path: Path, admitted: list[Charge]) -> None:

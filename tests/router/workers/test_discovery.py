@@ -50,7 +50,7 @@ async def router_without_names(
 
 async def until_clients(router: Running, *urls: str) -> None:
     async def there() -> bool:
-        return {client.url for client in router.service.fleet.clients} == set(urls)
+        return {client.url for client in router.service.roster.clients} == set(urls)
 
     await poll(there)
 
@@ -66,7 +66,7 @@ async def test_workers_come_and_go(tmp_path: Path, redis: RedisServer) -> None:
                     await until_clients(router, one.url, two.url)
             # They have left the list, and are used as long as they are connected.
             await asyncio.gather(*(router.client.get("/health") for _ in range(3)))
-            assert router.service.fleet.ready
+            assert router.service.bases.first.fleet.ready
         await until_clients(router)
 
 
@@ -81,7 +81,7 @@ async def test_an_emptied_or_dead_redis_loses_no_worker(
             return list(await router.service.sharing.store.leased(GROUP)) == ["w"]
 
         await poll(back)
-        assert router.service.fleet.ready
+        assert router.service.bases.first.fleet.ready
         await redis.kill()
         body = {"model": BASE_NAME, "prompt": "x"}
         assert (await router.client.post("/v1/completions", json=body)).status_code == 200
@@ -91,7 +91,7 @@ async def test_an_emptied_or_dead_redis_loses_no_worker(
             return router.service.sharing.is_up and await back()
 
         await poll(up)
-        assert len(router.service.fleet.clients) == 1
+        assert len(router.service.roster.clients) == 1
 
 
 async def test_who_has_not_the_secret_is_not_connected_to(
@@ -105,7 +105,7 @@ async def test_who_has_not_the_secret_is_not_connected_to(
             return "worker 'evil': enlisted without this router's secret" in caplog.text
 
         await poll(told)
-        assert router.service.fleet.clients == ()
+        assert router.service.roster.clients == ()
 
 
 async def test_of_two_with_one_name_the_later_is_real(

@@ -13,7 +13,7 @@ from loraplex.router.policy.queue.queue_limits import QueueLimits
 from loraplex.router.policy.queue.waiting import Waiting, WaitingQueue
 from loraplex.router.workers import session as worker_session
 from loraplex.router.workers.client import WorkerClient
-from loraplex.router.workers.fleet import Fleet
+from loraplex.router.workers.fleet import Fleet, Placed
 from loraplex.router.workers.loads import Supply
 from loraplex.router.workers.roster import Roster
 from loraplex.router.workers.session import WorkerSession
@@ -40,7 +40,8 @@ class OneCredit:
 async def test_many_may_leave_at_once() -> None:
     """More than Python's stack is deep; the credit goes to the one who stayed."""
     roster = Roster()
-    fleet = Fleet(WaitingQueue(QueueLimits(4096, 1 << 30)), roster, 10.0, 1.0, lambda count: None)
+    queue: WaitingQueue[asyncio.Future[Placed]] = WaitingQueue(QueueLimits(4096, 1 << 30))
+    fleet = Fleet(queue, roster, 10.0, 1.0, lambda count: None, asyncio.Event())
     worker = OneCredit(fleet)
     roster.clients = (cast(WorkerClient, worker),)
     first = await fleet.acquire(ENTRY)

@@ -36,7 +36,7 @@ async def complete(router: Running) -> str:
 
 async def until_problem(router: Running, words: str) -> None:
     async def told() -> bool:
-        return words in (router.service.fleet.clients[0].problem or "")
+        return words in (router.service.roster.clients[0].problem or "")
 
     await poll(told)
 
@@ -151,7 +151,7 @@ async def test_another_base_model_is_not_mixed_in(tmp_path: Path) -> None:
 
             async def refused() -> bool:
                 return "this router serves fake-base" in (
-                    router.service.fleet.clients[1].problem or ""
+                    router.service.roster.clients[1].problem or ""
                 )
 
             await poll(refused)
@@ -168,7 +168,7 @@ async def test_workers_of_one_base_may_differ_in_options(tmp_path: Path) -> None
 
     async def told(router: Running) -> tuple[set[str], int]:
         info = (await router.client.get("/info")).json()
-        return set(router.service.base.limits.base_names), info["max_total_tokens"]
+        return set(router.service.bases.first.limits.base_names), info["max_total_tokens"]
 
     async with running_router(tmp_path, first, second, wait=False) as router:
 
@@ -218,11 +218,11 @@ async def test_of_two_base_models_at_once_one_is_served(tmp_path: Path) -> None:
     ):
 
         async def one_refused() -> bool:
-            problems = [client.problem or "" for client in router.service.fleet.clients]
+            problems = [client.problem or "" for client in router.service.roster.clients]
             return any("this router serves" in problem for problem in problems)
 
         await poll(one_refused)
-        assert len(router.service.fleet.views) == 1
+        assert len(router.service.bases.first.fleet.views) == 1
 
 
 async def test_what_waits_for_its_base_model_does_not_go_on_with_another(tmp_path: Path) -> None:
@@ -332,7 +332,7 @@ async def test_of_two_workers_with_one_name_the_later_is_believed(tmp_path: Path
         async with running_worker(new):
 
             async def fenced() -> bool:
-                clients = router.service.fleet.clients
+                clients = router.service.roster.clients
                 return [client.session is not None for client in clients] == [False, True]
 
             await poll(fenced)
@@ -341,6 +341,6 @@ async def test_of_two_workers_with_one_name_the_later_is_believed(tmp_path: Path
             assert (len(old.requests), len(new.requests)) == (1, 1)
 
             async def told() -> bool:
-                return "--worker-id" in (router.service.fleet.clients[0].problem or "")
+                return "--worker-id" in (router.service.roster.clients[0].problem or "")
 
             await poll(told)

@@ -248,7 +248,8 @@ class Dispatcher:
         choice = call.adapter
         adapter = None if choice is None else choice.asked_by(caller.tenant, read.named)
         names, param = read.base.require().card.names, adapter_field(call.api)
-        check_scope(caller, adapter, names, self._catalog.rules.registered_name, param)
+        base = read.base.name if read.is_certain else ""
+        check_scope(caller, adapter, names, self._catalog.rules.registered_name, param, base)
         return AuthorisedRequest(request_id, caller, call, adapter)
 
     def _count(self, held: ExitStack, caller: Caller) -> None:

@@ -33,6 +33,7 @@ from loraplex.router.operations.fleet_watch import Changes, FleetWatch, next_loo
 from loraplex.router.routes.operator import AdminGate
 from loraplex.router.service import Service
 from loraplex.router.tenancy.keys import Caller
+from loraplex.router.tenancy.scope import with_base
 from loraplex.router.version import VERSION
 from loraplex.router.workers.base_model import BaseModel
 
@@ -186,7 +187,9 @@ class InfoRoutes:
     def _adapters(self, caller: Caller) -> list[Registration]:
         """Lists registered adapters that the caller may use."""
         adapters = self._service.catalog.rules.aliases.usable_by(caller.tenant)
-        return [one for one in adapters if caller.may_use((one.name,))]
+        return [
+            one for one in adapters if caller.may_use(with_base((one.name,), one.base or ""))
+        ]
 
     def _good(self, caller: Caller) -> list[Registration]:
         return [one for one in self._adapters(caller) if not one.is_broken]

@@ -10,17 +10,24 @@ from loraplex.router.tenancy.keys import Caller
 Registered = Callable[[AdapterChoice], str | None]
 
 
-def names_of(choice: AdapterChoice, registered: Registered) -> tuple[str, ...]:
+def names_of(choice: AdapterChoice, registered: Registered, base: str = "") -> tuple[str, ...]:
     """Names by which keys may open an adapter: a registered one's name, or a reference's full
-    spelling, with and without @rev.
+    spelling, with and without @rev. base: see `with_base`.
     """
     name = registered(choice)
     if name is not None:
-        return (name,)
+        return with_base((name,), base)
     if choice.ref.source == "alias":
-        return (choice.ref.name,)
+        return with_base((choice.ref.name,), base)
     full = format_ref(choice.ref)
-    return (full,) if choice.ref.revision is None else (full, full.partition("@")[0])
+    return with_base((full, full.partition("@")[0]) if choice.ref.revision else (full,), base)
+
+
+def with_base(names: tuple[str, ...], base: str) -> tuple[str, ...]:
+    """Names of an adapter, and the same as `base:adapter`. base: the name of its base; "" = it is
+    the only one, or not known.
+    """
+    return (*names, *(f"{base}:{name}" for name in names)) if base else names
 
 
 def check_scope(
@@ -29,9 +36,10 @@ def check_scope(
     base_names: Sequence[str],
     registered: Registered,
     param: str,
+    base: str = "",
 ) -> None:
-    """Checks that a caller may use what a request names. Raises RequestError (forbidden) for what
-    the caller's key does not open.
+    """Checks that a caller may use what a request names. base: see `with_base`. Raises RequestError
+    (forbidden) for what the caller's key does not open.
 
     The words alone decide: the answer does not show whether there is such an adapter.
     """
@@ -41,6 +49,6 @@ def check_scope(
         return
     members = choice.members if isinstance(choice, MergedChoice) else (choice,)
     for member in members:
-        if not caller.may_use(names_of(member, registered)):
+        if not caller.may_use(names_of(member, registered, base)):
             message = f"this key does not open {member.adapter_id[:200]!r}"
             raise RequestError("forbidden", message, param=param)

@@ -436,6 +436,7 @@ class FakeWorker:
             failed = AdapterState(
                 *(load.load_id, "failed", None, error.code, error.message, error.violations),
                 error.retry_after_s,
+                error.trained_for,
             )
             await self._send(connection, failed)
             return

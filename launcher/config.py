@@ -54,7 +54,7 @@ def serve_options() -> tuple[Option, ...]:
 
     Where both have an option, one value serves both, but for the address, which is the router's.
     """
-    wiring = {"workers", "secret", "worker_id", "advertise"}
+    wiring = {"workers", "bases", "secret", "worker_id", "advertise"}
     router = {option.field: option for option in ROUTER_OPTIONS if option.field not in wiring}
     worker = {option.field: option for option in WORKER_OPTIONS if option.field not in wiring}
     address = {name: router[name] for name in ("host", "port", "redis")}

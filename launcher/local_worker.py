@@ -91,28 +91,31 @@ async def until_ready(
 
 
 def local_workers(
-    groups: WorkerGroups,
-    config: WorkerConfig,
+    bases: Sequence[tuple[WorkerGroups, WorkerConfig]],
     environ: Mapping[str, str],
     watched: Sequence[socket.socket] = (),
 ) -> list[LocalWorker]:
-    """Makes the workers that one command starts, one for each group of GPUs. config: of all of
-    them. environ: the launcher's. watched: of each. Raises AddressError.
+    """Makes the workers that one command starts, one for each group of GPUs. bases: the groups of
+    each base, and the config of its workers. environ: the launcher's. watched: of each worker.
+    Raises AddressError.
     """
-    config = dataclasses.replace(config, tp=groups.tp)
-    places: Sequence[socket.socket | None] = watched or [None] * groups.workers
-    if groups.workers == 1:
-        return [LocalWorker("worker", config, {**environ, **_share(groups, 0, environ)}, *places)]
-    names = [f"worker-{number}" for number in range(groups.workers)]
-    return [
-        LocalWorker(
-            name,
-            dataclasses.replace(config, worker_id=name),
-            {**environ, **_share(groups, number, environ)},
-            place,
-        )
-        for number, (name, place) in enumerate(zip(names, places, strict=True))
+    asked = [
+        (dataclasses.replace(config, tp=groups.tp), groups, number)
+        for groups, config in bases
+        for number in range(groups.workers)
     ]
+    processes = sum(groups.workers * groups.tp for groups, _ in bases)
+    places: Sequence[socket.socket | None] = watched or [None] * len(asked)
+    made = []
+    for place, (config, groups, number) in enumerate(asked):
+        name = f"worker-{place}" if len(asked) > 1 else "worker"
+        if len(asked) > 1:
+            config = dataclasses.replace(config, worker_id=name)
+        own = dict(environ) | _gpus(groups.gpus[number], environ)
+        if len(asked) > 1 and THREADS not in environ:
+            own[THREADS] = str(max(1, (len(os.sched_getaffinity(0)) - 1) // processes))
+        made.append(LocalWorker(name, config, own, places[place]))
+    return made
 
 
 def watched_ports(plan: ServePlan) -> list[socket.socket]:
@@ -120,7 +123,7 @@ def watched_ports(plan: ServePlan) -> list[socket.socket]:
     first, router = plan.asked.worker_metrics_port, plan.router
     if not first:
         return []
-    ports = range(first, first + plan.groups.workers)
+    ports = range(first, first + plan.num_workers)
     if ports[-1] > MAX_PORT or {router.port, router.metrics_port} & {*ports}:
         raise OptionError(
             f"--worker-metrics-port {first}: the workers take the ports {first} to {ports[-1]}, of "
@@ -129,15 +132,9 @@ def watched_ports(plan: ServePlan) -> list[socket.socket]:
     return [open_listener(router.host, port, flag="--worker-metrics-port") for port in ports]
 
 
-def _share(groups: WorkerGroups, number: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables that give one worker its part of the machine."""
-    share, gpus = {}, groups.gpus[number]
-    if gpus:
-        share[VISIBLE] = visible(environ.get(VISIBLE), gpus)
-    if groups.workers > 1 and THREADS not in environ:
-        cores = len(os.sched_getaffinity(0)) - 1
-        share[THREADS] = str(max(1, cores // (groups.workers * groups.tp)))
-    return share
+def _gpus(gpus: Sequence[int], environ: Mapping[str, str]) -> dict[str, str]:
+    """The variable that gives one worker its GPUs."""
+    return {VISIBLE: visible(environ.get(VISIBLE), gpus)} if gpus else {}
 
 
 def visible(named: str | None, places: Sequence[int]) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.ref import local_name, name_fault, parse_ref
 from loraplex.launcher.demo import BASE_NAME, EXAMPLES, adapter_paths, model_path
+from loraplex.launcher.local_bases import LocalBase, beside, name_of, named_models, under_name
 from loraplex.launcher.options import OptionError, Values, build, path_of
 from loraplex.launcher.worker_groups import AskedGroups, WorkerGroups, undivided
 from loraplex.router.config import RouterConfig
@@ -22,7 +23,8 @@ DEMO_EXAMPLE = next(text for text in EXAMPLES if "'" not in text)
 @dataclass(frozen=True, slots=True)
 class ServePlan:
     """The configurations of all workers, and of the router; adapter names and a prompt for the
-    example shown when ready. asked: of groups of GPUs; groups: those that are chosen."""
+    example shown when ready. asked: of groups of GPUs; groups: those that are chosen. also: bases
+    beside the first."""
 
     worker: WorkerConfig
     router: RouterConfig
@@ -30,6 +32,16 @@ class ServePlan:
     groups: WorkerGroups
     aliases: tuple[str, ...]
     example: str
+    also: tuple[LocalBase, ...] = ()
+
+    @property
+    def bases(self) -> tuple[tuple[WorkerGroups, WorkerConfig], ...]:
+        """Groups of GPUs, and the workers' config, of each base."""
+        return ((self.groups, self.worker), *((base.groups, base.worker) for base in self.also))
+
+    @property
+    def num_workers(self) -> int:
+        return sum(groups.workers for groups, _ in self.bases)
 
 
 def plan(values: Mapping[str, Values]) -> ServePlan:
@@ -55,13 +67,30 @@ def plan(values: Mapping[str, Values]) -> ServePlan:
     tp = values["tp"] or 1
     shared = {**values, "model": model, "adapter_roots": roots_value, "tp": tp}
     worker = with_demo_name(build(WorkerConfig, shared))
-    router_values = {**values, "workers": (), "adapters": tuple(aliases)}
+    also = named_models(asked.also)
+    bases: list[str] = []
+    if also:
+        worker, bases = _under_first_name(worker, also)
+    router_values = {**values, "workers": (), "adapters": tuple(aliases), "bases": tuple(bases)}
     router: RouterConfig = build(RouterConfig, router_values)
     names = tuple(alias.partition("=")[0] for alias in aliases)
     example = DEMO_EXAMPLE if is_demo else "Tell me about llamas."
     # Workers here are the router's beside them, and no other's.
     worker = dataclasses.replace(worker, host=LOOPBACK, port=0, redis="", redis_password="")
-    return ServePlan(worker, router, asked, undivided(asked, "this machine"), names, example)
+    groups = undivided(asked, "this machine")
+    others = tuple(LocalBase(name, beside(worker, name, model), groups) for name, model in also)
+    return ServePlan(worker, router, asked, groups, names, example, others)
+
+
+def _under_first_name(
+    worker: WorkerConfig, also: Sequence[tuple[str, str]]
+) -> tuple[WorkerConfig, list[str]]:
+    """The config of the first base's workers, and the names of all bases. Raises OptionError."""
+    first = (*worker.model_names, name_of(worker.model))[0]
+    names = [first, *(name for name, _ in also)]
+    if len(set(names)) < len(names):
+        raise OptionError(f"--also: each base needs a name of its own, got {', '.join(names)}")
+    return under_name(worker, first), names
 
 
 def with_demo_name(config: WorkerConfig) -> WorkerConfig:

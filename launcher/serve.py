@@ -16,6 +16,7 @@ import httpx
 from loraplex.adapters.common import extras
 from loraplex.adapters.common.loopback import is_loopback
 from loraplex.launcher.config import check_router, check_worker, child_environment, document_of
+from loraplex.launcher.local_bases import asked_of_each, check_room, shifted
 from loraplex.launcher.local_worker import (
     POLL_INTERVAL_S,
     STOP_MARGIN_S,
@@ -36,13 +37,20 @@ from loraplex.launcher.processes import (
     write_lines_as,
 )
 from loraplex.launcher.until_signal import Supervised, run_services
+from loraplex.launcher.worker_groups import WorkerGroups
 from loraplex.router.config import RouterConfig
 from loraplex.router.tenancy.tenancy import needs_keys
+from loraplex.server.config import WorkerConfig
 from loraplex.server.engine.messages import StartProgress
 from loraplex.server.model.spec.model_spec import ModelSpec
 from loraplex.server.model.spec.served_as import served_as
 from loraplex.server.worker.address import open_listener
-from loraplex.server.worker.process.device import choose_device, cuda_devices, torch_build
+from loraplex.server.worker.process.device import (
+    ChosenDevice,
+    choose_device,
+    cuda_devices,
+    torch_build,
+)
 from loraplex.server.worker.process.model_source import check_model
 from loraplex.server.worker.process.sizing import choose_sizes
 from loraplex.server.worker.setup import host_bytes
@@ -72,10 +80,10 @@ class Serve:
         is_local = plan.router.uds is not None
         port = plan.router.port if is_local else free_port(plan.router.host, plan.router.port)
         secret = secrets.token_urlsafe(32)
-        config = dataclasses.replace(plan.worker, secret=secret)
         self._plan = plan
         self._environ = environ
-        self.workers = local_workers(plan.groups, config, environ, watched_ports(plan))
+        bases = [(g, dataclasses.replace(config, secret=secret)) for g, config in plan.bases]
+        self.workers = local_workers(bases, environ, watched_ports(plan))
         addresses = tuple(f"ws://{worker.address}" for worker in self.workers)
         self._router = dataclasses.replace(plan.router, port=port, secret=secret, workers=addresses)
         self.router = ChildSupervisor("router", self._start_router, say)
@@ -185,21 +193,52 @@ def checked_plan(values: Mapping[str, Values]) -> ServePlan:
     with_tensors = chosen.worker.executor == "torch"
     if with_tensors:
         extras.require("torch")
-    model = check_model(chosen.worker.model, chosen.worker.revision, with_tensors=with_tensors)
-    return _divided(chosen, model) if with_tensors else chosen
+    models = [
+        check_model(config.model, config.revision, with_tensors=with_tensors)
+        for _, config in chosen.bases
+    ]
+    return _divided(chosen, models) if with_tensors else chosen
 
 
-def _divided(chosen: ServePlan, model: ModelSpec) -> ServePlan:
-    """Divide the machine's GPUs and memory among workers. Raises as `checked_plan`."""
-    config, gpus = chosen.worker, cuda_devices()
-    device = choose_device(config.device, gpus, torch_build())
-    needs = ModelNeeds(config, served_as(model, config.quantize, config.activations), device)
-    groups = choose_groups(chosen.asked, needs, gpus)
-    if groups.workers > 1:
-        each = dataclasses.replace(config, tp=groups.tp)
-        sizes = choose_sizes(each, device.kind, device.memory_bytes, host_bytes() // groups.workers)
-        config = dataclasses.replace(config, host_adapter_memory=sizes.host_adapter_memory)
-    return dataclasses.replace(chosen, worker=config, groups=groups)
+def _divided(chosen: ServePlan, models: Sequence[ModelSpec]) -> ServePlan:
+    """Divide the machine's GPUs and memory among workers. models: of each base. Raises as
+    `checked_plan`.
+    """
+    gpus, asked = cuda_devices(), chosen.asked
+    device = choose_device(chosen.worker.device, gpus, torch_build())
+    left = list(range(len(gpus)))
+    if len(models) > 1:
+        asked = asked_of_each(asked)
+        if device.kind == "cuda":
+            divided = chosen.worker.kv_memory is not None
+            check_room(len(models), len(gpus), is_divided=divided)
+    found = []
+    for model, (_, config) in zip(models, chosen.bases, strict=True):
+        needs = ModelNeeds(config, served_as(model, config.quantize, config.activations), device)
+        groups = choose_groups(asked, needs, [gpus[place] for place in left])
+        if len(models) > 1 and len(gpus) > 1:
+            groups = shifted(groups, left)
+            taken = {place for group in groups.gpus for place in group}
+            left = [place for place in left if place not in taken]
+        found.append((groups, config))
+    workers = sum(groups.workers for groups, _ in found)
+    configs = [_with_share(groups, config, device, workers) for groups, config in found]
+    also = tuple(
+        dataclasses.replace(base, worker=config, groups=groups)
+        for base, config, (groups, _) in zip(chosen.also, configs[1:], found[1:], strict=True)
+    )
+    return dataclasses.replace(chosen, worker=configs[0], groups=found[0][0], also=also)
+
+
+def _with_share(
+    groups: WorkerGroups, config: WorkerConfig, device: ChosenDevice, workers: int
+) -> WorkerConfig:
+    """A base's config, with its share of the machine's memory. workers: of all bases."""
+    if workers == 1:
+        return config
+    each = dataclasses.replace(config, tp=groups.tp)
+    sizes = choose_sizes(each, device.kind, device.memory_bytes, host_bytes() // workers)
+    return dataclasses.replace(config, host_adapter_memory=sizes.host_adapter_memory)
 
 
 def serve(
@@ -214,8 +253,10 @@ def serve(
     for note in notes:
         say(note)
     warn_if_open(chosen.router, say)
-    if chosen.groups.are_several:
-        say(chosen.groups.written())
+    for groups, config in chosen.bases:
+        if groups.are_several:
+            name = f"{config.model_names[0]}: " if chosen.also else ""
+            say(f"{name}{groups.written()}")
     if not asyncio.run(_run(chosen, environ)):
         raise KeyboardInterrupt
 

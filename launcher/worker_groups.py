@@ -32,6 +32,12 @@ class AskedGroups:
         max=64,
         unset="auto",
     )
+    also: tuple[str, ...] = option(
+        (),
+        "[NAME=]MODEL, a further base model beside the first: a Hub id or folder, with adapters"
+        " of its own",
+        flag="also",
+    )
     worker_metrics_port: int = option(
         0,
         "port of --host for a worker's /metrics and /health; each of several workers"

@@ -15,7 +15,7 @@ class ModelObject(msgspec.Struct, frozen=True):
     """A name of the base, or a registered adapter, as `/v1/models` lists it.
 
     root: what the base is called where it comes from; an adapter's reference. parent: an adapter's
-    base. max_model_len: tokens of prompt and output together.
+    base; "" = not known yet which of several. max_model_len: tokens of prompt and output together.
     """
 
     id: str

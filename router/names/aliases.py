@@ -18,7 +18,7 @@ from loraplex.adapters.ref import AdapterRef
 from loraplex.router.call import Secret
 from loraplex.router.names.owned_name import OwnedName
 from loraplex.router.names.registration import Registration, of_bases, of_this_form
-from loraplex.router.policy.rollout import Held
+from loraplex.router.policy.rollout import HeldContent
 from loraplex.router.shared.replica import Conflict, Replica
 from loraplex.router.shared.store import MAX_ROWS, Store, StoreDown, TableFull
 
@@ -143,7 +143,7 @@ class Aliases:
         found = (self.get(name) for name in sorted(names))
         return [one for one in found if one is not None and one.pinned]
 
-    def pins(self) -> set[Held]:
+    def pins(self) -> set[HeldContent]:
         """Contents that stay on the device."""
         return {content.held for one in self.pinned() for content in one.pinned_contents}
 

@@ -49,7 +49,7 @@ Load = Callable[[Origin, Secret | None, str], Awaitable[tuple[AdapterManifest, s
 
 
 class _Key(NamedTuple):
-    """What an answer is remembered for. base: as of `Load`. credential: its fingerprint."""
+    """Key of a remembered answer. base: as of `Load`. credential: its fingerprint."""
 
     origin: Origin
     credential: str

@@ -13,7 +13,7 @@ from loraplex.adapters.manifest import DIGEST_FORM
 from loraplex.adapters.ref import AdapterRef, format_ref
 from loraplex.router.call import Secret
 from loraplex.router.names.owned_name import OwnedName
-from loraplex.router.policy.rollout import Content, Declared, Guards, Held, Rollout
+from loraplex.router.policy.rollout import Content, Declared, Guards, HeldContent, Rollout
 
 MAX_HISTORY = 32
 MAX_KEPT = 32
@@ -135,7 +135,7 @@ class Registration(msgspec.Struct, frozen=True):
         return self.state in _IN_SERVICE
 
     @property
-    def held(self) -> frozenset[Held]:
+    def held(self) -> frozenset[HeldContent]:
         """All that requests may get by this name, now or soon."""
         kept = (version.content.held for version in self.kept)
         return frozenset((*kept, *(content.held for content in self._present)))

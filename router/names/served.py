@@ -10,7 +10,7 @@ from loraplex.adapters.merge.recipe import MergeMember, MergeRecipe, make_recipe
 from loraplex.adapters.ref import AdapterRef, format_ref
 from loraplex.router.call import MergedChoice, Secret
 from loraplex.router.names.owned_name import OwnedName
-from loraplex.router.policy.rollout import Held
+from loraplex.router.policy.rollout import HeldContent
 from loraplex.server.protocol import AdapterMerge, MemberSource, acting
 
 _CHANGED_RETRY_S = 1.0
@@ -50,7 +50,7 @@ class ServedAdapter(msgspec.Struct, frozen=True):
     origin: a pinned reference, or a merge. token: what opens the reference at its source.
     alias: the registered name that it was named by. rollout: of that name, under which this
     version was chosen; "" = none. tool_format: what its registration says; "" = nothing.
-    scale: of the request's rows; the content knows nothing of it. base: see Held.
+    scale: of the request's rows; the content knows nothing of it. base: see HeldContent.
     """
 
     adapter_id: str
@@ -64,8 +64,8 @@ class ServedAdapter(msgspec.Struct, frozen=True):
     base: str = ""
 
     @property
-    def held(self) -> Held:
-        return Held(self.base, self.digest)
+    def held(self) -> HeldContent:
+        return HeldContent(self.base, self.digest)
 
     @property
     def acting(self) -> str:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from loraplex.router.names.owned_name import OwnedName
 from loraplex.router.names.served import ServedAdapter
-from loraplex.router.policy.rollout import Held
+from loraplex.router.policy.rollout import HeldContent
 
 MAX_REMEMBERED = 1 << 16
 
@@ -20,7 +20,7 @@ class Use(NamedTuple):
 
     alias: OwnedName | None
     reference: str
-    held: Held
+    held: HeldContent
 
     @property
     def name(self) -> str:
@@ -33,7 +33,7 @@ class AdapterUse:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._running: dict[Use, int] = {}
-        self._last_used: OrderedDict[Held, float] = OrderedDict()
+        self._last_used: OrderedDict[HeldContent, float] = OrderedDict()
         self._idle = asyncio.Condition()
         self._waiting = 0
         self._waking: set[asyncio.Task[None]] = set()
@@ -48,7 +48,7 @@ class AdapterUse:
         self._touch(adapter.held)
         return lambda: self._release(use)
 
-    def running(self, name: OwnedName, held: Held | None = None) -> int:
+    def running(self, name: OwnedName, held: HeldContent | None = None) -> int:
         """Counts the running requests that named an adapter so. held: only those that got this
         content.
         """
@@ -62,10 +62,10 @@ class AdapterUse:
         """Lists uses by name: first the registered ones, as any caller can name references."""
         return sorted(self._running, key=lambda use: (use.alias is None, use.name, use.held))
 
-    def last_used(self, held: Held) -> float | None:
+    def last_used(self, held: HeldContent) -> float | None:
         return self._last_used.get(held)
 
-    async def drained(self, name: OwnedName, held: Held | None = None) -> None:
+    async def drained(self, name: OwnedName, held: HeldContent | None = None) -> None:
         """Waits until no running request uses the adapter."""
         self._waiting += 1
         try:
@@ -89,7 +89,7 @@ class AdapterUse:
         async with self._idle:
             self._idle.notify_all()
 
-    def _touch(self, held: Held) -> None:
+    def _touch(self, held: HeldContent) -> None:
         self._last_used[held] = self._clock()
         self._last_used.move_to_end(held)
         if len(self._last_used) > MAX_REMEMBERED:

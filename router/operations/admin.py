@@ -38,7 +38,7 @@ from loraplex.router.names.registration import (
 )
 from loraplex.router.names.use import AdapterUse
 from loraplex.router.operations.workers import AdapterWorkers
-from loraplex.router.policy.rollout import Content, Held
+from loraplex.router.policy.rollout import Content, HeldContent
 from loraplex.router.shared.replica import REFRESH_S
 from loraplex.router.workers.session import WorkerSession
 
@@ -408,18 +408,18 @@ class AdapterAdmin:
         if self._aliases.is_shared:
             await asyncio.sleep(_HEARD_S)
 
-    def _retire_all(self, name: OwnedName, contents: frozenset[Held]) -> None:
+    def _retire_all(self, name: OwnedName, contents: frozenset[HeldContent]) -> None:
         for held in contents:
             self._spawn(self._retire(name, held))
 
-    async def _retire(self, name: OwnedName, held: Held) -> None:
+    async def _retire(self, name: OwnedName, held: HeldContent) -> None:
         await self._all_heard()
         await self.use.drained(name, held)
         problem = await self._evict_unused(held)
         if problem is not None:
             log.warning("adapter %.12s stays in memory: %s", held.digest, problem)
 
-    async def _evict_unused(self, held: Held) -> str | None:
+    async def _evict_unused(self, held: HeldContent) -> str | None:
         """Evicts a content that no name means any more: another name may mean the same."""
         if any(held in r.held for r in self._aliases.all() if r.in_service):
             return None

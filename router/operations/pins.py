@@ -3,7 +3,7 @@
 import contextlib
 
 from loraplex.router.names.aliases import Aliases
-from loraplex.router.policy.rollout import Held
+from loraplex.router.policy.rollout import HeldContent
 from loraplex.router.workers.roster import Roster
 from loraplex.router.workers.session import WorkerLost
 
@@ -13,7 +13,7 @@ class Pins:
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
-        self._sent: set[Held] = set()
+        self._sent: set[HeldContent] = set()
 
     def aliases_changed(self, aliases: Aliases) -> None:
         pins = aliases.pins()

@@ -31,7 +31,7 @@ from loraplex.router.policy.rollout import (
     Content,
     Declared,
     Guards,
-    Held,
+    HeldContent,
     RolledBackBy,
     Rollout,
     Version,
@@ -212,5 +212,5 @@ class Rollouts:
             await workers.warm(content, self._admin.token(registration), copies)
 
 
-def _held(registration: Registration) -> Held | None:
+def _held(registration: Registration) -> HeldContent | None:
     return None if registration.content is None else registration.content.held

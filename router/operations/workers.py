@@ -11,7 +11,7 @@ from loraplex.router.names.aliases import Aliases
 from loraplex.router.names.catalog import Catalog
 from loraplex.router.names.served import home_key
 from loraplex.router.policy.placement.rendezvous import rank
-from loraplex.router.policy.rollout import Content, Held
+from loraplex.router.policy.rollout import Content, HeldContent
 from loraplex.router.workers.bases import Bases
 from loraplex.router.workers.session import WorkerLost, WorkerSession
 from loraplex.server.protocol import AdapterTiers
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 STATUS_TIMEOUT_S = 2.0
 
 # Worker id -> content -> where the worker has it.
-Tiers = dict[str, dict[Held, AdapterTiers]]
+Tiers = dict[str, dict[HeldContent, AdapterTiers]]
 
 
 class AdapterWorkers:
@@ -41,7 +41,7 @@ class AdapterWorkers:
         """Whether there is a worker to fetch and check adapters."""
         return self._bases.ready
 
-    async def tiers(self, contents: Iterable[Held]) -> Tiers:
+    async def tiers(self, contents: Iterable[HeldContent]) -> Tiers:
         """Tiers of adapters on all workers of their bases that answer in time."""
         wanted: dict[str, set[str]] = {}
         for held in contents:
@@ -53,7 +53,9 @@ class AdapterWorkers:
         }
         reports = await asyncio.gather(*(self._status(*one) for one in asked.values()))
         return {
-            worker_id: {Held(asked[worker_id][0].base, tiers.digest): tiers for tiers in report}
+            worker_id: {
+                HeldContent(asked[worker_id][0].base, tiers.digest): tiers for tiers in report
+            }
             for worker_id, report in zip(asked, reports, strict=True)
             if report is not None
         }
@@ -110,7 +112,7 @@ class AdapterWorkers:
             done += len(homes) - len(failed)
             problems += failed
 
-    def holding(self, held: Held | None) -> list[str]:
+    def holding(self, held: HeldContent | None) -> list[str]:
         """Ids of workers that reported it on the device."""
         sessions = () if held is None else self._sessions(held.base)
         return sorted(s.worker_id for s in sessions if held and held.digest in s.view.resident)
@@ -119,7 +121,7 @@ class AdapterWorkers:
         """Workers of a base that take work."""
         return sum(session.view.able for session in self._sessions(base))
 
-    async def evict(self, held: Held) -> str | None:
+    async def evict(self, held: HeldContent) -> str | None:
         """Evicts an adapter from device and host memory of every worker of its base. Returns what
         went wrong.
         """

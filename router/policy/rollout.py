@@ -33,7 +33,7 @@ VersionState = Literal[
 ]
 
 
-class Held(NamedTuple):
+class HeldContent(NamedTuple):
     """An adapter as workers hold it: its content, and the base for which they judged and packed it.
 
     base: the base's name, as the operator declares it; "" = the only one.
@@ -45,7 +45,7 @@ class Held(NamedTuple):
 
 class Content(msgspec.Struct, frozen=True):
     """The content of a reference. ref: with its commit, for sources that have one. base: see
-    Held.
+    HeldContent.
     """
 
     ref: AdapterRef
@@ -57,8 +57,8 @@ class Content(msgspec.Struct, frozen=True):
         return self.manifest.digest
 
     @property
-    def held(self) -> Held:
-        return Held(self.base, self.digest)
+    def held(self) -> HeldContent:
+        return HeldContent(self.base, self.digest)
 
 
 class Guards(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

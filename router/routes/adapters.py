@@ -51,7 +51,7 @@ from loraplex.router.names.registration import (
 )
 from loraplex.router.names.rollout_moves import running
 from loraplex.router.operations.workers import Tiers
-from loraplex.router.policy.rollout import Held
+from loraplex.router.policy.rollout import HeldContent
 from loraplex.router.routes.info import json_response
 from loraplex.router.routes.operator import Endpoint, who
 from loraplex.router.service import Service
@@ -370,5 +370,5 @@ def _named_in_body(request: Request, name: str, tenant: str | None) -> OwnedName
 
 def _resident(tiers: Tiers, base: str, digest: str) -> list[str]:
     """Ids of workers that have it on the device."""
-    own = Held(base, digest)
+    own = HeldContent(base, digest)
     return sorted(w for w, there in tiers.items() if own in there and there[own].device == "ready")

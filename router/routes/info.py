@@ -187,9 +187,7 @@ class InfoRoutes:
     def _adapters(self, caller: Caller) -> list[Registration]:
         """Lists registered adapters that the caller may use."""
         adapters = self._service.catalog.rules.aliases.usable_by(caller.tenant)
-        return [
-            one for one in adapters if caller.may_use(with_base((one.name,), one.base or ""))
-        ]
+        return [one for one in adapters if caller.may_use(with_base((one.name,), one.base or ""))]
 
     def _good(self, caller: Caller) -> list[Registration]:
         return [one for one in self._adapters(caller) if not one.is_broken]
@@ -201,7 +199,9 @@ class InfoRoutes:
         root = format_ref(adapter.ref) if shows_paths else shown_name(adapter.ref)
         base = self._service.bases.of(adapter.base or "")
         of_base = _base_object(base, base.names[0])
-        return msgspec.structs.replace(of_base, id=adapter.name, root=root, parent=of_base.id)
+        is_known = adapter.base is not None or not self._service.bases.are_several
+        parent = of_base.id if is_known else ""
+        return msgspec.structs.replace(of_base, id=adapter.name, root=root, parent=parent)
 
     async def _names_for_anyone(self, request: Request) -> list[str]:
         """Lists names of adapters for any caller: one without a good key sees the model and the

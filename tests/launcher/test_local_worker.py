@@ -33,7 +33,7 @@ def test_gpus_are_named_as_cuda_does(
 
 def made(groups: WorkerGroups, environ: dict[str, str]) -> list[LocalWorker]:
     with ExitStack() as held:
-        workers = local_workers(groups, WorkerConfig("m"), environ)
+        workers = local_workers([(groups, WorkerConfig("m"))], environ)
         for worker in workers:
             held.callback(worker.close)
         return workers

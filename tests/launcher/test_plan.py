@@ -159,7 +159,7 @@ def test_the_machine_is_divided_among_workers(
     monkeypatch.setattr(serve, "cuda_devices", lambda: [H100] * gpus)
     monkeypatch.setattr(serve, "torch_build", lambda: TorchBuild("2.9", "12.8"))
     monkeypatch.setattr(serve, "host_bytes", lambda: host_gib << 30)
-    found = serve._divided(planned(str(LLAMA_8B), *options), read_config(LLAMA_8B))
+    found = serve._divided(planned(str(LLAMA_8B), *options), [read_config(LLAMA_8B)])
     assert found.groups.gpus == groups
     memory = found.worker.host_adapter_memory
     assert memory == (None if adapter_gib is None else adapter_gib * 2**30)
@@ -171,3 +171,50 @@ def test_the_line_to_try_has_a_key_where_callers_need_one(auth: str, has_key: bo
     assert ('-H "Authorization: Bearer $KEY"' in running.example()) == has_key
     for worker in running.workers:
         worker.close()
+
+
+@pytest.mark.parametrize(
+    ("also", "bases"),
+    [
+        (("./qwen",), ("loraplex/demo", "qwen")),
+        (("fast=org/qwen", "org/gemma"), ("loraplex/demo", "fast", "org/gemma")),
+    ],
+)
+def test_further_bases_have_names(also: tuple[str, ...], bases: tuple[str, ...]) -> None:
+    found = planned(*(f"--also={text}" for text in also), "--revision=v1")
+    assert found.router.bases == bases
+    assert tuple(config.model_names[0] for _, config in found.bases) == bases
+    assert [config.revision for _, config in found.bases] == ["v1", *(None for _ in also)]
+
+
+@pytest.mark.parametrize("also", [("=x",), ("x=",), ("a=x", "a=y"), ("loraplex/demo",)])
+def test_further_bases_without_a_name_of_their_own(also: tuple[str, ...]) -> None:
+    with pytest.raises(OptionError, match="--also"):
+        planned(*(f"--also={text}" for text in also))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "options", "groups"),
+    [
+        (3, (), (((0,),), ((1,),))),
+        (4, ("--workers=2",), (((0,), (1,)), ((2,), (3,)))),
+        (1, ("--kv-memory=4GiB",), (((),), ((),))),
+        (0, ("--device=cpu",), (((),), ((),))),
+    ],
+)
+def test_the_machine_is_divided_among_bases(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, options: tuple[str, ...], groups: object
+) -> None:
+    monkeypatch.setattr(serve, "cuda_devices", lambda: [H100] * gpus)
+    monkeypatch.setattr(serve, "torch_build", lambda: TorchBuild("2.9", "12.8"))
+    chosen = planned(str(LLAMA_8B), f"--also=b={LLAMA_8B}", *options)
+    found = serve._divided(chosen, [read_config(LLAMA_8B)] * 2)
+    assert tuple(base.gpus for base, _ in found.bases) == groups
+
+
+def test_two_bases_do_not_fill_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "cuda_devices", lambda: [H100])
+    monkeypatch.setattr(serve, "torch_build", lambda: TorchBuild("2.9", "12.8"))
+    chosen = planned(str(LLAMA_8B), f"--also=b={LLAMA_8B}")
+    with pytest.raises(OptionError, match="--kv-memory"):
+        serve._divided(chosen, [read_config(LLAMA_8B)] * 2)

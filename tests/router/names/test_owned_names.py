@@ -23,7 +23,7 @@ from loraplex.router.names.registration import AliasState, Origin, Registration,
 from loraplex.router.names.served import Origin as ServedOrigin
 from loraplex.router.names.served import ServedAdapter
 from loraplex.router.names.use import AdapterUse
-from loraplex.router.policy.rollout import Content, Held
+from loraplex.router.policy.rollout import Content, HeldContent
 from loraplex.router.shared.memory_store import MemoryStore
 from loraplex.router.shared.store import Row, Store
 from loraplex.router.tenancy.keys import NOBODY, ApiKey, Caller
@@ -199,7 +199,7 @@ async def test_running_requests_are_counted_by_owner() -> None:
         for tenant in ("acme", "globex")
     }
     assert [use.running(OwnedName("sql", tenant)) for tenant in TENANTS] == [0, 1, 1]
-    held = Held("", manifest.digest)
+    held = HeldContent("", manifest.digest)
     draining = asyncio.create_task(use.drained(OwnedName("sql", "acme"), held))
     releases["acme"]()
     await draining

@@ -52,7 +52,7 @@ def beside(first: WorkerConfig, name: str, model: str) -> WorkerConfig:
 
 
 def asked_of_each(asked: AskedGroups) -> AskedGroups:
-    """What each of several models is asked for: one worker, where nothing is said."""
+    """The options as they hold for each of several models: one worker, where nothing is said."""
     return replace(asked, worker_count=asked.worker_count or 1)
 
 

@@ -23,6 +23,7 @@ from loraplex.adapters.peft.fields import (
     takes_from_base,
     way_out,
 )
+from loraplex.adapters.peft.tensor_names import table_of
 from loraplex.adapters.violations import Findings, shown
 
 CONFIG_FILE = "adapter_config.json"
@@ -37,8 +38,8 @@ _MAX_LAYERS = 4096
 _MAX_LAYERS_PATTERNS = 64
 _MAX_INVOCATION = 1024
 _MAX_TRAINED = 8192
-# Modules that an adapter may have whole, or rows of; PEFT writes the last of them itself.
-TABLES = ("embed_tokens", "lm_head", "model.embed_tokens")
+# Modules that an adapter may have whole, or rows of.
+TABLES = ("embed_tokens", "lm_head")
 # What PEFT calls a classifier, and what it then adds to `modules_to_save`: a model has one of them.
 SEQ_CLS, TOKEN_CLS = "SEQ_CLS", "TOKEN_CLS"
 _HEADS_OF_OTHERS = ("classifier",)
@@ -64,8 +65,8 @@ class PeftConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     alora_invocation_tokens: ids from whose last occurrence in the prompt on the adapter acts; () =
         it acts on all tokens.
     bias: whose biases the adapter has in place of the base's. lora_bias: B has a bias of its own.
-    modules_to_save: tables and norms that the adapter has whole, in place of the base's; and its
-        score head.
+    modules_to_save: tables (by short names) and norms that it has whole, in place of the base's;
+        its score head.
     task_type: `TOKEN_CLS`, whose head gives each token scores; `SEQ_CLS` where the adapter may have
         a score head and `modules_to_save` is empty.
     trainable_token_indices: by table, the tokens whose rows the adapter has, in the file's order.
@@ -135,7 +136,7 @@ def is_of_encoders(name: str) -> bool:
 def unserved_module(name: str) -> str:
     """Why an adapter cannot have this module whole."""
     served = " and ".join((*TABLES, HEAD_OF_CLASSES))
-    return f"modules_to_save: {shown(name)} is not served, only norms, {served} are"
+    return f"modules_to_save: {shown(name)} is not served, only norms, {served} are, by any name"
 
 
 def trained_for(data: bytes) -> str:
@@ -303,7 +304,8 @@ class _Reader:
         return tuple(sorted(set(items)))
 
     def saved(self, key: str) -> tuple[str, ...]:
-        names, served = self.names(key), (*TABLES, HEAD_OF_CLASSES)
+        served = (*TABLES, HEAD_OF_CLASSES)
+        names = tuple(sorted({table_of(name) or name for name in self.names(key)}))
         if HEAD_OF_CLASSES in names:
             names = tuple(name for name in names if name not in _HEADS_OF_OTHERS)
         for name in names:
@@ -318,17 +320,17 @@ class _Reader:
         if value is None or value == [] or value == {}:
             return ()
         by_table = value if isinstance(value, dict) else {TABLES[0]: value}
-        short = {name.rpartition(".")[2] for name in by_table}
-        if not all(name in TABLES for name in by_table) or len(short) < len(by_table):
+        tables = [table_of(name) for name in by_table if isinstance(name, str)]
+        if None in tables or len({*tables}) < len(by_table):
             message = f"{key}: tables are {' and '.join(TABLES)}, got {shown(list(by_table))}"
             self._findings.add("unsupported_feature", key, message)
             return ()
         found = []
-        for name, ids in by_table.items():
+        for table, ids in zip(filter(None, tables), by_table.values(), strict=True):
             tokens = self.tokens(key, _MAX_TRAINED, ids)
             if len(set(tokens)) < len(tokens):
                 self.refuse(key, "a token is there twice")
-            found.append((name, tokens))
+            found.append((table, tokens))
         return tuple(found)
 
     def tokens(self, key: str, most: int = _MAX_INVOCATION, ids: object = None) -> tuple[int, ...]:

@@ -45,8 +45,7 @@ def check_floats(tensor: TensorInfo, shape: tuple[int, ...], findings: Findings)
 
 def whole_tables(config: PeftConfig, base: BaseSpec) -> frozenset[str]:
     """Lists short names of the tables that the adapter has whole."""
-    names = {name.rpartition(".")[2] for name in config.modules_to_save}
-    saved = frozenset(names & {EMBEDDING, HEAD})
+    saved = frozenset({*config.modules_to_save} & {EMBEDDING, HEAD})
     return frozenset((EMBEDDING, HEAD)) if saved and _is_tied(config, base) else saved
 
 
@@ -55,16 +54,11 @@ def _is_tied(config: PeftConfig, base: BaseSpec) -> bool:
     return base.is_tied and config.ensure_weight_tying
 
 
-def _trained_ids(config: PeftConfig) -> dict[str, tuple[int, ...]]:
-    """Reads the trained token ids of each table, by its short name."""
-    return {name.rpartition(".")[2]: ids for name, ids in config.trainable_token_indices}
-
-
 def check_tables(
     config: PeftConfig, targeted: frozenset[str], base: BaseSpec, findings: Findings
 ) -> None:
     """Checks what the config says of tables. targeted: whole names of modules."""
-    whole, rows = whole_tables(config, base), _trained_ids(config)
+    whole, rows = whole_tables(config, base), dict(config.trainable_token_indices)
 
     def refuse(key: str, words: str) -> None:
         findings.add("unsupported_feature", key, f"{key}: {words}")
@@ -184,7 +178,7 @@ class TablePlacer:
             check_dtype(table, self._findings)
 
     def _trained(self) -> Iterator[OwnTable]:
-        ids_of = _trained_ids(self._config)
+        ids_of = dict(self._config.trainable_token_indices)
         follows = self._base.is_tied and (len(set(ids_of.values())) == 1) and EMBEDDING in ids_of
         stored = {EMBEDDING} if follows else ids_of.keys()
         # Beside resized tables PEFT saves those that both have with each.

@@ -284,8 +284,9 @@ def _of_outputs(plain: str) -> TensorName | None:
 
 
 def spelling_of(names: Iterable[TensorName]) -> Spelling:
-    """The spelling of most LoRA tensors; without any, of most copies of the base."""
+    """The spelling of most LoRA tensors; of two, or without any, that of most other tensors."""
     namings: Counter[Naming] = Counter()
+    others: Counter[Naming] = Counter()
     prefixes: Counter[bool] = Counter()
     adapters: Counter[str] = Counter()
     listed = list(names)
@@ -293,8 +294,10 @@ def spelling_of(names: Iterable[TensorName]) -> Spelling:
         namings.update(naming for naming in NAMINGS if naming.meant(name.path) is not None)
         prefixes[name.has_prefix] += 1
         adapters[name.adapter] += 1
+    for name in (name for name in listed if not name.side):
+        others.update(naming for naming in NAMINGS if naming.meant(name.path) is not None)
     return Spelling(
-        naming=max(NAMINGS, key=lambda naming: namings[naming]),
+        naming=max(NAMINGS, key=lambda naming: (namings[naming], others[naming])),
         has_prefix=prefixes[True] >= prefixes[False],
         adapter=max(adapters, key=lambda adapter: adapters[adapter], default=_DEFAULT_ADAPTER),
     )
@@ -309,3 +312,10 @@ def meant_by_any(path: str) -> str | None:
     """The module of the base that some model calls so."""
     found = (naming.meant(path) for naming in NAMINGS)
     return next((path for path in found if path is not None), None)
+
+
+def table_of(name: str) -> str | None:
+    """The short name of the table that some model calls so. name: whole, or its end."""
+    tables = ((_BODY + _EMBEDDING, _EMBEDDING), (_OUTPUT, _OUTPUT))
+    of_each = ((naming.spelled(path), table) for naming in NAMINGS for path, table in tables)
+    return next((table for own, table in of_each if f".{own}".endswith(f".{name}")), None)

@@ -17,7 +17,7 @@ _FEATURES: dict[str, Any] = {
     "megatron_config": {},
     "modules_to_save": ["pooler"],
     "monteclora_config": {},
-    "trainable_token_indices": {"wte": [3]},
+    "trainable_token_indices": {"wpe": [3]},
     "use_bdlora": {"target_modules_bd_a": []},
     "use_qalora": True,
     "velora_config": {},

@@ -21,6 +21,7 @@ SET_BY_CHART = {
     "routerOptions": {
         "adapter",
         "adapters-file",
+        "base",
         "cache-dir",
         "drain-delay-s",
         "drain-timeout-s",

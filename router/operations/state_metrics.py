@@ -20,8 +20,8 @@ from loraplex.router.telemetry.metrics import RouterMetrics
 from loraplex.router.telemetry.top_adapters import Count
 from loraplex.router.tenancy.admission import MODES
 from loraplex.router.tenancy.tenancy import Tenancy
+from loraplex.router.workers.base_model import BaseModel
 from loraplex.router.workers.bases import Bases
-from loraplex.router.workers.fleet import Fleet
 from loraplex.router.workers.roster import Roster
 from loraplex.router.workers.session import WorkerSession
 
@@ -40,23 +40,27 @@ def watch_state(
     are built.
     """
     meters = metrics.meters
-    meters.watch("requests_running", "Requests being answered", lambda: dispatcher.running)
+    text = "Requests being answered"
+    if bases.have_names:
+        _watch_bases(metrics, bases, "requests_running", text, lambda base: base.running)
+    else:
+        meters.watch("requests_running", text, lambda: dispatcher.running)
     for name, text, read in (
-        ("queue_sequences", "Sequences waiting for a worker", lambda f: len(f.queue)),
+        ("queue_sequences", "Sequences waiting for a worker", lambda b: len(b.fleet.queue)),
         (
             "queue_bytes",
             "Bytes of the prompts that wait",
-            lambda f: f.queue.capacity.held.nbytes,
+            lambda b: b.fleet.queue.capacity.held.nbytes,
         ),
         (
             "queue_limit_sequences",
             "Sequences that may wait",
-            lambda f: f.queue.capacity.limits.count,
+            lambda b: b.fleet.queue.capacity.limits.count,
         ),
         (
             "waiting_room_requests",
             "Requests waiting for any worker at all",
-            lambda f: f.without_worker.count,
+            lambda b: b.fleet.without_worker.count,
         ),
     ):
         _watch_bases(metrics, bases, name, text, read)
@@ -80,7 +84,7 @@ def watch_state(
 
 
 def _watch_bases(
-    metrics: RouterMetrics, bases: Bases, name: str, text: str, read: Callable[[Fleet], float]
+    metrics: RouterMetrics, bases: Bases, name: str, text: str, read: Callable[[BaseModel], float]
 ) -> None:
     """Declares a gauge, with a series for each base that has a name."""
     labels: Labels = {"base": ()} if bases.have_names else {}
@@ -89,12 +93,12 @@ def _watch_bases(
         "gauge",
         text,
         labels,
-        lambda: [((base.name,) if labels else (), read(base.fleet)) for base in bases],
+        lambda: [((base.name,) if labels else (), read(base)) for base in bases],
     )
 
 
-def _wanted(fleet: Fleet) -> float:
-    return fleet.missed.count(asyncio.get_running_loop().time())
+def _wanted(base: BaseModel) -> float:
+    return base.fleet.missed.count(asyncio.get_running_loop().time())
 
 
 def _watch_adapters(metrics: RouterMetrics, aliases: Aliases) -> None:
@@ -219,8 +223,8 @@ def _watch_workers(metrics: RouterMetrics, bases: Bases, roster: Roster) -> None
     def each(read: Callable[[WorkerSession], float]) -> Callable[[], Iterable[Row]]:
         return lambda: {(s.worker_id,): read(s) for s in roster.sessions}.items()
 
-    def able(fleet: Fleet) -> float:
-        return sum(view.able for view in fleet.views)
+    def able(base: BaseModel) -> float:
+        return sum(view.able for view in base.fleet.views)
 
     _watch_bases(metrics, bases, "workers_ready", "Workers that take work", able)
     meters.rows(

@@ -39,7 +39,7 @@ class BaseModel:
     Another model may take the place of one that is idle. Workers of one base may differ in their
     options, as during a rolling restart. name: as the operator declares it; "" = the only one,
     whatever it is. roster: its connected workers. fleet: brings sequences to them. turns: of all
-    bases together.
+    bases together. running: requests that it answers.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class BaseModel:
         self._config = config
         self._text: TextModel | None = None
         self._turns = turns
-        self._running = 0
+        self.running = 0
         self._limits = ApiLimits()
         self._adopting = asyncio.Lock()
 
@@ -101,16 +101,16 @@ class BaseModel:
         """Notes that a request begins to be answered by this model; call what is returned when it
         is over.
         """
-        self._running += 1
+        self.running += 1
         return self._release
 
     def _release(self) -> None:
-        self._running -= 1
+        self.running -= 1
 
     @property
     def _in_use(self) -> bool:
         """Whether something runs or waits that was tokenised for the model of now."""
-        return bool(self.fleet.views) or self._running > 0
+        return bool(self.fleet.views) or self.running > 0
 
     async def adopt(self, card: ModelCard) -> str | None:
         """Serve this model from now on, as it and the others say; None = it is so.

@@ -386,3 +386,41 @@ def test_it_can_be_packaged(tmp_path: Path) -> None:
         chart.validate_schema(NEEDED)
         with pytest.raises(helm.HelmError, match="nope"):
             chart.validate_schema(NEEDED | {"nope": 1})
+
+
+def test_each_base_has_workers_and_an_autoscaler_of_its_own() -> None:
+    found = objects("several-bases")
+    (deployment,) = of_kind(found, "Deployment")
+    router = deployment["spec"]["template"]["spec"]["containers"][0]
+    bases = ["meta-llama/Llama-3.1-8B-Instruct", "small"]
+    given = [text.removeprefix("--base=") for text in router["args"] if "--base=" in text]
+    assert given == bases
+    workers = {
+        thing["spec"]["template"]["metadata"]["labels"]["loraplex/pool"]: thing["spec"]["template"]
+        for thing in of_kind(found, "StatefulSet")
+    }
+    args = {pool: pod["spec"]["containers"][0]["args"] for pool, pod in workers.items()}
+    assert args["main"][1] == bases[0]
+    assert args["small"][1:4] == ["Qwen/Qwen3-0.6B", "--revision=main", "--model-name=small"]
+    (scaled,) = of_kind(found, "ScaledObject")
+    assert scaled["spec"]["minReplicaCount"] == 0
+    queries = [trigger["metadata"]["query"] for trigger in scaled["spec"]["triggers"]]
+    assert len(queries) == 4
+    assert all('{base="small",namespace=' in query for query in queries)
+    assert any("loraplex_base_wanted" in query for query in queries)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"bases": [{"name": "b", "id": "x"}]}, '"b" has no pool'),
+        ({"pools": [{"name": "a", "base": "b"}]}, 'base "b" is none of bases'),
+        (
+            {"bases": [{"name": "org/model", "id": "x"}], "pools": [{"name": "a"}]},
+            "a name is there twice",
+        ),
+    ],
+)
+def test_bases_and_pools_belong_together(change: Object, said: str) -> None:
+    with pytest.raises(helm.HelmError, match=said):
+        render(merged(NEEDED, change))

@@ -11,6 +11,9 @@
 - "--worker=ws://{{ include "loraplex.pool.name" (dict "root" $ "pool" $pool) }}-{{ $number }}.{{ include "loraplex.workers.service" $ }}.{{ $.Release.Namespace }}.svc.{{ $values.clusterDomain }}:8090"
 {{- end }}
 {{- end }}
+{{- range include "loraplex.bases" $ | fromYamlArray }}
+- {{ printf "--base=%s" . | quote }}
+{{- end }}
 - "--secret-file=/etc/loraplex/credentials/workers"
 {{- if $values.secrets.adminKey.name }}
 - "--admin-key-file=/etc/loraplex/credentials/adminKey"
@@ -54,12 +57,18 @@
 {{- define "loraplex.worker.args" -}}
 {{- $values := .root.Values }}
 {{- $pool := .pool }}
+{{- $model := $values.model }}
+{{- range $values.bases }}
+{{- if eq .name $pool.base }}
+{{- $model = dict "id" .id "revision" (default "" .revision) "names" (list .name) }}
+{{- end }}
+{{- end }}
 - worker
-- {{ $values.model.id | quote }}
-{{- with $values.model.revision }}
+- {{ $model.id | quote }}
+{{- with $model.revision }}
 - {{ printf "--revision=%s" . | quote }}
 {{- end }}
-{{- range $values.model.names }}
+{{- range $model.names }}
 - {{ printf "--model-name=%s" . | quote }}
 {{- end }}
 - "--host=0.0.0.0"

@@ -79,3 +79,24 @@ loraplex/pool: {{ .pool.name | quote }}
 {{- default "default" $account.name -}}
 {{- end -}}
 {{- end -}}
+
+{{/* Names of the bases, as routers and metrics have them: none where there is one base. */}}
+{{- define "loraplex.bases" -}}
+{{- $names := list -}}
+{{- if .Values.bases -}}
+{{- $id := .Values.model.id -}}
+{{- $own := ternary (base $id) $id (hasPrefix "/" $id) -}}
+{{- $names = append $names (default $own (first .Values.model.names)) -}}
+{{- range .Values.bases -}}{{- $names = append $names .name -}}{{- end -}}
+{{- end -}}
+{{ toYaml $names }}
+{{- end -}}
+
+{{/* What selects the routers' series of a pool's base. dict: root, pool */}}
+{{- define "loraplex.pool.series" -}}
+namespace: {{ .root.Release.Namespace | quote }}
+service: {{ include "loraplex.router.name" .root | quote }}
+{{- with include "loraplex.bases" .root | fromYamlArray }}
+base: {{ default (first .) $.pool.base | quote }}
+{{- end }}
+{{- end -}}

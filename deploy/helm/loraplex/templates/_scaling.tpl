@@ -1,9 +1,13 @@
 {{/* What workers are scaled by, as routers see it: true demand, waiting requests included. */}}
 
+{{/* dict: root, scaling. Of several bases one is also wanted by requests that did not wait. */}}
 {{- define "loraplex.pressure" -}}
-loraplex_requests_running: {{ .requestsPerWorker }}
-loraplex_queue_sequences: {{ .queuedPerWorker }}
-loraplex_waiting_room_requests: {{ .queuedPerWorker }}
+loraplex_requests_running: {{ .scaling.requestsPerWorker }}
+loraplex_queue_sequences: {{ .scaling.queuedPerWorker }}
+loraplex_waiting_room_requests: {{ .scaling.queuedPerWorker }}
+{{- if .root.Values.bases }}
+loraplex_base_wanted: {{ .scaling.queuedPerWorker }}
+{{- end }}
 {{- end -}}
 
 {{/* Up at once, down slowly: a worker takes minutes to load its model. */}}

@@ -7,6 +7,7 @@
 {{- include "loraplex.validate.bounds" (dict "scaling" .Values.router.autoscaling "where" "router") -}}
 {{- end -}}
 {{- include "loraplex.validate.names" . -}}
+{{- include "loraplex.validate.bases" . -}}
 {{- $fewest := 0 -}}
 {{- range $given := .Values.pools -}}
 {{- $pool := include "loraplex.pool" (dict "root" $ "pool" $given) | fromYaml -}}
@@ -77,6 +78,26 @@
 {{- end -}}
 {{- end -}}
 
+{{/* Each base has a pool, and each pool a base. */}}
+{{- define "loraplex.validate.bases" -}}
+{{- $names := include "loraplex.bases" . | fromYamlArray -}}
+{{- range $number, $name := $names -}}
+{{- $pools := 0 -}}
+{{- range $given := $.Values.pools -}}
+{{- $pool := include "loraplex.pool" (dict "root" $ "pool" $given) | fromYaml -}}
+{{- if or (eq $pool.base $name) (and (eq $number 0) (not $pool.base)) -}}{{- $pools = add1 $pools -}}{{- end -}}
+{{- end -}}
+{{- if not $pools -}}{{- fail (printf "bases: %q has no pool: give one of pools this base" $name) -}}{{- end -}}
+{{- if not (eq (len $names) (len (uniq $names))) -}}{{- fail "bases: a name is there twice" -}}{{- end -}}
+{{- end -}}
+{{- range $given := .Values.pools -}}
+{{- $pool := include "loraplex.pool" (dict "root" $ "pool" $given) | fromYaml -}}
+{{- if and $pool.base (not (has $pool.base $names)) -}}
+{{- fail (printf "pool %s: base %q is none of bases" $pool.name $pool.base) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{/* dict: scaling, where */}}
 {{- define "loraplex.validate.bounds" -}}
 {{- if gt (int .scaling.minReplicas) (int .scaling.maxReplicas) -}}
@@ -106,10 +127,17 @@
 {{- fail (printf "%s: autoscaling.kind keda asks Prometheus for the queue: set monitoring.prometheusAddress" .where) -}}
 {{- end -}}
 {{- $patience := index .root.Values.router.options "worker-wait-s" | default 10 -}}
-{{- if and (lt (int $scaling.minReplicas) 1) (lt (int $patience) 60) -}}
+{{/* Of several bases one is wanted by requests that got 503, too. */}}
+{{- if and (lt (int $scaling.minReplicas) 1) (lt (int $patience) 60) (not .root.Values.bases) -}}
 {{- fail (printf "%s: autoscaling.minReplicas 0 needs router.options.worker-wait-s of at least 60, got %v: requests would be given up before a worker has loaded its model" .where $patience) -}}
 {{- end -}}
-{{- if and (lt (int $scaling.minReplicas) 1) (not .root.Values.router.readyWithoutWorkers) -}}
+{{- $others := 0 -}}
+{{- if .root.Values.bases -}}
+{{- range $given := .root.Values.pools -}}
+{{- $others = add $others (include "loraplex.pool.fewest" (dict "pool" (include "loraplex.pool" (dict "root" $.root "pool" $given) | fromYaml))) -}}
+{{- end -}}
+{{- end -}}
+{{- if and (lt (int $scaling.minReplicas) 1) (not $others) (not .root.Values.router.readyWithoutWorkers) -}}
 {{- fail (printf "%s: autoscaling.minReplicas 0 needs router.readyWithoutWorkers true: without it no request reaches a router to wake a worker" .where) -}}
 {{- end -}}
 {{- end -}}

@@ -58,7 +58,7 @@ GROUPS: Mapping[str, frozenset[str]] = {
             "dora_graphs",
         }
     ),
-    "Callers": frozenset({"auth", "keys_file", "share_prefixes"}),
+    "Callers": frozenset({"auth", "keys_file", "prices", "share_prefixes"}),
     "Sharing": frozenset(
         {"redis", "redis_password", "redis_prefix", "redis_timeout_s", "quota_outage", "key_outage"}
     ),

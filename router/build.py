@@ -67,6 +67,7 @@ from loraplex.router.telemetry.caller_errors import CallerErrors
 from loraplex.router.telemetry.metrics import RouterMetrics
 from loraplex.router.telemetry.tracing import Tracing, make_tracing
 from loraplex.router.tenancy.keys_file import KeysFileError
+from loraplex.router.tenancy.price_file import PricesError
 from loraplex.router.tenancy.tenancy import ExposureError, Tenancy, check_exposure, make_tenancy
 from loraplex.router.text.template_sandbox import TemplateSandbox
 from loraplex.router.text.turn_taking import TurnTaking
@@ -396,7 +397,10 @@ def _queue_limits(config: RouterConfig) -> QueueLimits:
 def _tenancy(config: RouterConfig, sharing: Sharing, router_id: str) -> Tenancy:
     with blaming("--host", ExposureError):
         check_exposure(config)
-    with blaming(f"--keys-file {config.keys_file}", KeysFileError):
+    with (
+        blaming(f"--keys-file {config.keys_file}", KeysFileError),
+        blaming(f"--prices {config.prices}", PricesError),
+    ):
         return make_tenancy(config, sharing, router_id)
 
 

@@ -4,7 +4,7 @@
 ChoiceResults; dispatch and text modules do the rest and know no API.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -14,6 +14,7 @@ from loraplex.adapters.errors import Violation
 from loraplex.adapters.merge.recipe import MergeStrategy, SignMethod
 from loraplex.adapters.ref import AdapterRef
 from loraplex.router.parts.parts import CallDelta, ToolCall
+from loraplex.router.policy.prices import Receipt
 from loraplex.router.shape.shape import Shape
 from loraplex.router.tools.tools import Tools
 from loraplex.server.protocol import SamplingParams
@@ -382,7 +383,7 @@ class AnswerHead(msgspec.Struct, frozen=True):
 
     seed: the one in use. labels: of a classifier's classes; of_tokens: each token has them.
     unbound: see GenerationCall.
-    adapter_scale: as asked for.
+    adapter_scale: as asked for. receipt: says what the answer has cost; None without prices.
     """
 
     request_id: str
@@ -396,3 +397,4 @@ class AnswerHead(msgspec.Struct, frozen=True):
     of_tokens: bool = False
     unbound: tuple[str, ...] = ()
     adapter_scale: float = 1.0
+    receipt: Callable[[], Receipt] | None = None

@@ -132,6 +132,9 @@ class RouterConfig:
     keys_file: Path | None = option(
         None, "YAML or JSON file of keys and tenants, followed as it changes"
     )
+    prices: Path | None = option(
+        None, "YAML or JSON file of prices, by which usage and answers say what requests cost"
+    )
     share_prefixes: bool = option(
         False, "let tenants share cached prefixes (faster; timing may show who said what)"
     )

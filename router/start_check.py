@@ -20,6 +20,7 @@ from loraplex.router.shared.sharing import make_sharing
 from loraplex.router.telemetry.tracing import check_tracing
 from loraplex.router.tenancy.keyring import read_keys_file
 from loraplex.router.tenancy.keys_file import KeysFileError
+from loraplex.router.tenancy.price_file import PricesError, read_prices
 from loraplex.router.tenancy.tenancy import ExposureError, check_exposure
 from loraplex.router.tools.registry import FORMATS
 
@@ -56,6 +57,9 @@ def check_options(config: RouterConfig) -> None:
     if config.keys_file is not None:
         with blaming(f"--keys-file {config.keys_file}", KeysFileError):
             read_keys_file(config.keys_file)
+    if config.prices is not None:
+        with blaming(f"--prices {config.prices}", PricesError):
+            read_prices(config.prices)
     _check_adapters_file(config)
     _check_watched(config)
     if config.files_dir is not None:

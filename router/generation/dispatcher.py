@@ -356,7 +356,7 @@ class Dispatcher:
         self._check_room(fleet.queue, authorised.tenant, count, nbytes)
         room = fleet.queue.promise(authorised.tenant, count, nbytes)
         held.callback(fleet.queue.release, room)
-        head = _head(authorised, resolved, tokenised)
+        head = _head(authorised, resolved, tokenised, charge)
         tokens = (tokenised.num_prompt_tokens, tokenised.most_output_tokens)
         await charge.admit(head.adapter_digest, *tokens)
         self._retries.budget.request()
@@ -453,7 +453,10 @@ def _salt(authorised: AuthorisedRequest, share_prefixes: bool) -> str:
 
 
 def _head(
-    authorised: AuthorisedRequest, resolved: ResolvedRequest, tokenised: TokenisedRequest
+    authorised: AuthorisedRequest,
+    resolved: ResolvedRequest,
+    tokenised: TokenisedRequest,
+    charge: Charge,
 ) -> AnswerHead:
     card, adapter, choice = resolved.model.card, resolved.adapter, authorised.adapter
     return AnswerHead(
@@ -468,4 +471,5 @@ def _head(
         of_tokens=card.classes is not None and card.classes.of_tokens,
         unbound=tokenised.call.unbound,
         adapter_scale=choice.scale if isinstance(choice, AdapterChoice) else 1.0,
+        receipt=charge.receipt,
     )

@@ -244,7 +244,7 @@ class SequenceRun:
             accepted_ids=self._accepted,
             deadline_s=max(0.0, seconds_left),
         )
-        credit.submit(request, partial(self._receive, self._attempts.number))
+        credit.submit(request, partial(self._receive, self._attempts.number), self._observer.spent)
         self._session = credit.session
 
     # Receiving: called by the connection's reader, once an event

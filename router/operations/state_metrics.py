@@ -118,6 +118,8 @@ def _watch_adapters(metrics: RouterMetrics, aliases: Aliases) -> None:
         ("errors", "Requests that failed after they began"),
         ("prompt_tokens", "Prompt tokens"),
         ("generated_tokens", "Tokens received from workers"),
+        ("device_seconds", "Seconds of devices in steps"),
+        ("cost", "Money, in the currency of --prices"),
     )
     for what, text in texts:
         metrics.meters.rows(

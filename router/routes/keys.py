@@ -107,7 +107,9 @@ class UsageRoutes:
             for row in rows
             if query.get("key") in (None, row.key) and query.get("adapter") in (None, row.adapter)
         ]
-        return json_response(UsageList(_date(first), _date(last), rows))
+        prices = self._tenancy.metering.prices
+        currency = None if prices is None else prices.currency
+        return json_response(UsageList(_date(first), _date(last), rows, currency))
 
     async def requests(self, request: Request) -> Response:
         """Lists the latest requests, each. Query: limit, tenant."""

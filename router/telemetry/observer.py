@@ -16,9 +16,9 @@ from loraplex.router.telemetry.request import Notes, RequestInHand
 from loraplex.router.telemetry.request_log import note_call
 from loraplex.router.telemetry.top_adapters import BASE, COUNTS, OTHER
 from loraplex.router.tenancy.metering import Charge
-from loraplex.server.protocol import ErrorCode, TokenEvent
+from loraplex.server.protocol import DeviceCost, ErrorCode, TokenEvent
 
-_REQUESTS, _ERRORS, _PROMPT_TOKENS, _GENERATED_TOKENS = range(len(COUNTS))
+_REQUESTS, _ERRORS, _PROMPT_TOKENS, _GENERATED_TOKENS, _DEVICE_SECONDS, _COST = range(len(COUNTS))
 
 
 class RequestObserver:
@@ -137,6 +137,11 @@ class RequestObserver:
         self._num_generated += count
         self._charge.generated_tokens += count
 
+    def spent(self, cost: DeviceCost) -> None:
+        """Notes what a sequence cost, perhaps after the request's end."""
+        self._top.count(self._name, _DEVICE_SECONDS, cost.device_s)
+        self._top.count(self._name, _COST, self._charge.spent(cost))
+
     def first_token(self, event: TokenEvent, now: float) -> None:
         """Notes the first token of one of the sequences; the first of all of them counts."""
         if self.first_token_s is not None:
@@ -211,7 +216,7 @@ class RequestObserver:
             self._request.notes["gen_ai.usage.output_tokens"] = self._num_generated
         else:
             self._metrics.refused.labels("work" if self._charge.has_entered else "nothing").inc()
-        self._charge.close()
+        self._top.count(self._name, _COST, self._charge.close())
 
     def _sample(self) -> GuardSample:
         """The measurements for the guards. A client that left early has waited so long at least.
@@ -289,6 +294,10 @@ class SequenceObserver:
             self._trace.stage("prefill", loaded, now, self._notes)
         if event.finish is not None and self._received_at and event.vector is None:
             self._trace.stage("decode", self._received_at, now, self._notes)
+
+    def spent(self, cost: DeviceCost) -> None:
+        """Notes what an attempt cost; it may come after the request's end."""
+        self._request.spent(cost)
 
     def resumed(self, cause: ErrorCode) -> None:
         """Notes that another attempt begins."""

@@ -6,14 +6,14 @@ while it is there, and what the rest share rises by exactly what no series of it
 
 import heapq
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Literal, get_args
 
 from loraplex.router.names.owned_name import OwnedName
 
-Count = Literal["requests", "errors", "prompt_tokens", "generated_tokens"]
-COUNTS: tuple[Count, ...] = ("requests", "errors", "prompt_tokens", "generated_tokens")
+Count = Literal["requests", "errors", "prompt_tokens", "generated_tokens", "device_seconds", "cost"]
+COUNTS: tuple[Count, ...] = get_args(Count)
 
-_REQUESTS, _ERRORS, _PROMPT_TOKENS, _GENERATED_TOKENS = range(len(COUNTS))
+_REQUESTS, _ERRORS, _PROMPT_TOKENS, _GENERATED_TOKENS, _, _ = range(len(COUNTS))
 # No registered name begins with `_`.
 OTHER = OwnedName("_other")
 BASE = OwnedName("_base")
@@ -27,7 +27,7 @@ _REMEMBERED = 4
 
 
 # One of each of COUNTS, in their order.
-Amounts = list[int]
+Amounts = list[float]
 
 
 class TopAdapters:
@@ -43,7 +43,7 @@ class TopAdapters:
         self._score: dict[OwnedName, float] = {}
         self._ranked_at: float | None = None
 
-    def count(self, name: OwnedName, what: int, amount: int = 1) -> None:
+    def count(self, name: OwnedName, what: int, amount: float = 1) -> None:
         """Adds to a count of an adapter. name: a registered one, BASE or OTHER. what: an index into
         COUNTS.
         """
@@ -104,7 +104,7 @@ class TopAdapters:
 
 
 def _none() -> Amounts:
-    return [0] * len(COUNTS)
+    return [0.0] * len(COUNTS)
 
 
 def _add(total: Amounts, amounts: Amounts) -> None:

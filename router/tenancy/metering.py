@@ -12,6 +12,7 @@ import msgspec
 from msgspec import UNSET
 
 from loraplex.router.call import RequestError
+from loraplex.router.policy.prices import FREE, Price, PriceTable, Receipt, Spent
 from loraplex.router.policy.quota import Ask, Subject, Verdict
 from loraplex.router.shared.records import readable
 from loraplex.router.shared.store import Store, StoreDown
@@ -31,6 +32,7 @@ from loraplex.router.tenancy.usage import (
     rows_of,
     tenants_book,
 )
+from loraplex.server.protocol import DeviceCost
 
 FLUSH_S = 1.0
 KEPT_RECORDS = 10_000  # of each tenant
@@ -40,12 +42,17 @@ _BOOK_TTL_S = (MAX_DAYS + 1) * 86400.0
 
 
 class Metering:
-    """Records how much each caller uses. clock: Unix seconds."""
+    """Records how much each caller uses. clock: Unix seconds. prices: None = nothing has one."""
 
     def __init__(
-        self, store: Store, admission: Admission, clock: Callable[[], float] = time.time
+        self,
+        store: Store,
+        admission: Admission,
+        clock: Callable[[], float] = time.time,
+        prices: PriceTable | None = None,
     ) -> None:
         self.admission = admission
+        self.prices = prices
         self._store = store
         self.clock = clock
         self._pending = Pending()
@@ -62,6 +69,10 @@ class Metering:
         self._pending.add(record)
         if is_listed:
             self._records.append(record)
+
+    def record_spent(self, record: UsageRecord) -> None:
+        """Adds what a request spent that has been recorded: its seconds and money alone."""
+        self._pending.add_spent(record)
 
     async def run(self) -> None:
         """Writes what was used to the store, until cancelled."""
@@ -163,7 +174,7 @@ class Charge:
     __slots__ = (
         *("_admitted", "_caller", "_closed", "_digest", "_lease", "_metering", "_started"),
         *("adapter", "base", "cached_tokens", "generated_tokens", "has_entered", "headers"),
-        *("outcome", "prompt_tokens", "request_id"),
+        *("outcome", "prompt_tokens", "request_id", "_copy_s", "_device_s", "_price"),
     )
 
     def __init__(self, metering: Metering, caller: Caller, request_id: str, started: float) -> None:
@@ -184,6 +195,8 @@ class Charge:
         # Callers choose request ids, and may choose one twice; so the lease has an id of its own.
         self._lease = uuid.uuid4().hex
         self._closed = False
+        self._device_s = self._copy_s = 0.0
+        self._price: Price | None = None
 
     @property
     def tenant(self) -> str:
@@ -242,20 +255,64 @@ class Charge:
             headers=rate_headers(subjects, verdict),
         )
 
-    def close(self) -> None:
+    def spent(self, cost: DeviceCost) -> float:
+        """Adds the time of devices that one of the request's sequences took.
+
+        It may come after `close`, as of a sequence that was aborted. Returns the money that this
+        costs then; before, 0.
+        """
+        if not self._closed:
+            self._device_s += cost.device_s
+            self._copy_s += cost.copy_s
+            return 0.0
+        record = self._record(Spent(device_s=cost.device_s, copy_s=cost.copy_s))
+        self._metering.record_spent(record)
+        return record.cost
+
+    @property
+    def receipt(self) -> Callable[[], Receipt] | None:
+        """Says what the request has cost so far; None where nothing has a price."""
+        return None if self._metering.prices is None else self._receipt
+
+    def _receipt(self) -> Receipt:
+        return Receipt(self.price.cost(self._all_spent()), self._device_s)
+
+    @property
+    def price(self) -> Price:
+        """The price of the request's tenant and adapter, which must be known."""
+        prices = self._metering.prices
+        if self._price is None:
+            self._price = FREE if prices is None else prices.price_of(self.tenant, self.adapter)
+        return self._price
+
+    def _all_spent(self) -> Spent:
+        return Spent(
+            self.prompt_tokens,
+            self.cached_tokens,
+            self.generated_tokens,
+            self._device_s,
+            self._copy_s,
+        )
+
+    def close(self) -> float:
         """Settles the charge, and records the request. Requests that were refused before any work
-        are counted, and not listed: they may be many.
+        are counted, and not listed: they may be many. Returns what the request cost.
         """
         if self._closed:
-            return
+            return 0.0
         self._closed = True
         if self.outcome == "refused":
             self.prompt_tokens = 0
         if self._admitted is not None:
             used = self.prompt_tokens + self.generated_tokens
             self._metering.admission.settle(self._admitted, used)
+        record = self._record(self._all_spent())
+        self._metering.record(record, is_listed=self.has_entered)
+        return record.cost
+
+    def _record(self, spent: Spent) -> UsageRecord:
         now = self._metering.clock()
-        record = UsageRecord(
+        return UsageRecord(
             at=round(now, 3),
             request_id=self.request_id,
             tenant=self.tenant,
@@ -263,10 +320,12 @@ class Charge:
             adapter=self.adapter,
             digest=self._digest,
             outcome=self.outcome,
-            prompt_tokens=self.prompt_tokens,
-            cached_tokens=self.cached_tokens,
-            completion_tokens=self.generated_tokens,
+            prompt_tokens=spent.prompt_tokens,
+            cached_tokens=spent.cached_tokens,
+            completion_tokens=spent.completion_tokens,
             seconds=round(now - self._started, 3),
+            device_s=spent.device_s,
+            copy_s=spent.copy_s,
+            cost=self.price.cost(spent),
             base=self.base or UNSET,
         )
-        self._metering.record(record, is_listed=self.has_entered)

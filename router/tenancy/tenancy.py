@@ -20,6 +20,7 @@ from loraplex.router.tenancy.audit import Audit
 from loraplex.router.tenancy.keyring import Keyring
 from loraplex.router.tenancy.keys import NOBODY, Caller
 from loraplex.router.tenancy.metering import Metering
+from loraplex.router.tenancy.price_file import read_prices
 
 VOUCHER_SCHEME = "Batch"
 
@@ -94,9 +95,9 @@ def make_tenancy(config: RouterConfig, sharing: Sharing, router_id: str) -> Tena
     is_shared = sharing.link is not None
     keyring = Keyring(store, config.keys_file, closed, is_shared, is_up, time.time)
     admission = Admission(store, is_up, config.quota_outage, router_id)
-    return Tenancy(
-        needs_keys(config), keyring, Metering(store, admission), Audit(store), Vouchers()
-    )
+    prices = None if config.prices is None else read_prices(config.prices)
+    metering = Metering(store, admission, prices=prices)
+    return Tenancy(needs_keys(config), keyring, metering, Audit(store), Vouchers())
 
 
 def needs_keys(config: RouterConfig) -> bool:

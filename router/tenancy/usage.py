@@ -16,13 +16,16 @@ _COUNTS = (
     *("requests", "unfinished", "refused"),
     *("prompt_tokens", "cached_tokens", "completion_tokens"),
 )
+# Counters in millionths: seconds of devices, and money.
+_FINE = ("device_us", "copy_us", "cost_u")
+_UNIT = 1_000_000
 
 
 class UsageRecord(msgspec.Struct, frozen=True):
     """One request. at: Unix seconds, of its end.
 
     adapter: its registered name, else as its caller named it; "" = the base. base: of several, the
-    one that it was for.
+    one that it was for. device_s, copy_s, cost: see UsageRow; up to the request's end.
     """
 
     at: float
@@ -37,6 +40,9 @@ class UsageRecord(msgspec.Struct, frozen=True):
     completion_tokens: int
     seconds: float
     base: str | UnsetType = UNSET
+    device_s: float = 0.0
+    copy_s: float = 0.0
+    cost: float = 0.0
 
 
 class UsageRow(msgspec.Struct, frozen=True):
@@ -44,6 +50,9 @@ class UsageRow(msgspec.Struct, frozen=True):
 
     requests: all that were admitted; unfinished: those of them that ended before their time.
     refused: those that ended before they were admitted, at once or after work on the way in.
+
+    device_s: seconds of devices in steps. copy_s: of copies of adapters that its requests caused.
+    cost: at the prices of the time, in the table's currency.
     """
 
     tenant: str
@@ -56,6 +65,9 @@ class UsageRow(msgspec.Struct, frozen=True):
     cached_tokens: int = 0
     completion_tokens: int = 0
     base: str | UnsetType = UNSET
+    device_s: float = 0.0
+    copy_s: float = 0.0
+    cost: float = 0.0
 
 
 class Pending:
@@ -66,16 +78,27 @@ class Pending:
         self._size = 0
 
     def add(self, record: UsageRecord) -> None:
-        book = self._books.setdefault((record.tenant, int(record.at // 86400)), {})
         refused = record.outcome == "refused"
         amounts = (
             *(0 if refused else 1, record.outcome in ("cancelled", "failed"), refused),
             *(record.prompt_tokens, record.cached_tokens, record.completion_tokens),
         )
-        for what, amount in zip(_COUNTS, amounts, strict=True):
-            counter = f"{record.key}|{record.adapter}|{what}" + (
-                f"|{record.base}" if record.base else ""
-            )
+        self._count(record, zip(_COUNTS, amounts, strict=True))
+        self.add_spent(record)
+
+    def add_spent(self, record: UsageRecord) -> None:
+        """Adds seconds and money of a record alone, which became known after its request's end."""
+        amounts = (record.device_s, record.copy_s, record.cost)
+        self._count(
+            record,
+            ((what, round(a * _UNIT)) for what, a in zip(_FINE, amounts, strict=True)),
+        )
+
+    def _count(self, record: UsageRecord, amounts: Iterable[tuple[str, int]]) -> None:
+        book = self._books.setdefault((record.tenant, int(record.at // 86400)), {})
+        base = f"|{record.base}" if record.base else ""
+        for what, amount in amounts:
+            counter = f"{record.key}|{record.adapter}|{what}{base}"
             if amount and counter not in book:
                 if self._size >= MAX_PENDING:
                     counter = group_of(counter)
@@ -129,10 +152,23 @@ def rows_of(tenant: str, books: Iterable[Mapping[str, int]]) -> list[UsageRow]:
         for counter, amount in book.items():
             key, adapter, what, *base = counter.split("|", 3)
             place = (key, adapter, "".join(base))
-            counts = found.setdefault(place, dict.fromkeys(_COUNTS, 0))
+            counts = found.setdefault(place, dict.fromkeys((*_COUNTS, *_FINE), 0))
             if what in counts:
                 counts[what] += amount
-    return [
-        UsageRow(tenant, key, adapter, **counts, base=base or UNSET)
-        for (key, adapter, base), counts in sorted(found.items())
-    ]
+    return [_row(tenant, place, counts) for place, counts in sorted(found.items())]
+
+
+def _row(tenant: str, place: tuple[str, str, str], counts: Mapping[str, int]) -> UsageRow:
+    key, adapter, base = place
+    whole = {what: counts[what] for what in _COUNTS}
+    fine = {what: counts[what] / _UNIT for what in _FINE}
+    return UsageRow(
+        tenant,
+        key,
+        adapter,
+        **whole,
+        base=base or UNSET,
+        device_s=fine["device_us"],
+        copy_s=fine["copy_us"],
+        cost=fine["cost_u"],
+    )

@@ -34,6 +34,7 @@ from loraplex.server.protocol import (
     AdapterPrefetch,
     AdapterReport,
     AdapterState,
+    DeviceCost,
     ErrorCode,
     GenerateRequest,
     Inspect,
@@ -54,6 +55,7 @@ MAX_OUTBOX_BYTES = 64 << 20
 _PROBE_INTERVAL_S = 0.5
 
 Sink = Callable[[TokenEvent], None]
+Spend = Callable[[DeviceCost], None]
 SequenceKey = tuple[str, int, int]
 Tier = Literal["none", "device", "loading", "fetched", "absent"]
 
@@ -117,10 +119,13 @@ class WorkerLost(Exception):
 class _Live:
     """A sequence in flight. It ends with the worker's terminal event, or with the connection."""
 
-    __slots__ = ("adapter", "begun", "next_index", "sink", "starting")
+    __slots__ = ("adapter", "begun", "next_index", "sink", "spend", "starting")
 
-    def __init__(self, sink: Sink, next_index: int, adapter: str, starting: bool) -> None:
+    def __init__(
+        self, sink: Sink, spend: Spend, next_index: int, adapter: str, starting: bool
+    ) -> None:
         self.sink: Sink | None = sink
+        self.spend = spend
         self.next_index = next_index
         self.adapter = adapter
         self.starting = starting
@@ -140,9 +145,11 @@ class Credit:
         self._adapter = adapter
         self._held = True
 
-    def submit(self, request: GenerateRequest, sink: Sink) -> None:
-        """Sends the sequence; its events go to `sink`, the last has `finish`. Raises WorkerLost."""
-        self.session.submit(request, sink)
+    def submit(self, request: GenerateRequest, sink: Sink, spend: Spend) -> None:
+        """Sends the sequence; its events go to `sink`, the last has `finish`. spend: hears what it
+        cost, also where it was abandoned. Raises WorkerLost.
+        """
+        self.session.submit(request, sink, spend)
         self._held = False
 
     def release(self) -> None:
@@ -202,7 +209,7 @@ class WorkerSession:
         self.view.leave(adapter)
         self._on_change()
 
-    def submit(self, request: GenerateRequest, sink: Sink) -> None:
+    def submit(self, request: GenerateRequest, sink: Sink, spend: Spend) -> None:
         frame = encode(request)
         if len(frame) > MAX_FRAME_BYTES:
             raise WorkerLost(f"the request is larger than a frame: {len(frame)} bytes")
@@ -211,7 +218,7 @@ class WorkerSession:
         adapter = request.adapter or ""
         starting = not adapter or adapter in self.view.resident
         self.view.starting += starting
-        self._live[key] = _Live(sink, len(request.accepted_ids), adapter, starting)
+        self._live[key] = _Live(sink, spend, len(request.accepted_ids), adapter, starting)
 
     def abandon(self, request_id: str, attempt: int, choice: int) -> None:
         """Aborts a sequence and drops its further events. Its credit comes back with the last."""
@@ -394,6 +401,8 @@ class WorkerSession:
             if event.finish is not None:
                 self._end(key, live)
                 freed = True
+                if event.cost is not None:
+                    live.spend(event.cost)
             if live.sink is not None:
                 live.sink(event)
         if freed:

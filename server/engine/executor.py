@@ -40,6 +40,9 @@ class ExecutorLimits(msgspec.Struct, frozen=True):
     has_states: a row has a state of its tokens so far, but for those of its last draft. It is
     that of no other sequence, and it cannot go back: it takes a token once. num_snapshots: copies
     of states that the device can keep.
+
+    weight_bytes, token_bytes: of all weights on one device, and of the keys and values of a token
+    there; estimates, by which a step's time is shared. num_devices: that compute a step together.
     """
 
     num_pages: int
@@ -60,6 +63,9 @@ class ExecutorLimits(msgspec.Struct, frozen=True):
     is_causal: bool = True
     has_states: bool = False
     num_snapshots: int = 0
+    weight_bytes: int = 0
+    token_bytes: int = 0
+    num_devices: int = 1
 
     @property
     def table_slots(self) -> int:

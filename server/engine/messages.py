@@ -205,6 +205,20 @@ class SequenceEvent(msgspec.Struct, frozen=True, array_like=True):
     event: TokenEvent
 
 
+class DeviceUse(msgspec.Struct, frozen=True, array_like=True):
+    """Seconds of all devices since the engine's start. All but copies add up to the time for which
+    steps kept them busy.
+
+    adapters, base: of tokens on which an adapter acts, and of others. late: of steps whose
+    sequences had all ended before their results came. copies: of copies of adapters, beside steps.
+    """
+
+    adapters: float = 0.0
+    base: float = 0.0
+    late: float = 0.0
+    copies: float = 0.0
+
+
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     """Gauges after a step. resident: adapters on the device. evictions: counts by reason."""
 
@@ -220,6 +234,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
     evictions: dict[EvictionReason, int] = {}
+    device_use: DeviceUse = DeviceUse()
 
 
 # Why a grammar was refused: it is no grammar; it costs more than the limits allow; the model's

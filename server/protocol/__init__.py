@@ -29,6 +29,7 @@ from loraplex.server.protocol.frames import (
 from loraplex.server.protocol.generation import (
     BACKGROUND_PRIORITY,
     Abort,
+    DeviceCost,
     ErrorCode,
     Finish,
     GenerateRequest,
@@ -63,6 +64,7 @@ from loraplex.server.protocol.workers import (
 __all__ = [
     "BACKGROUND_PRIORITY",
     "Abort",
+    "DeviceCost",
     "AdapterLoad",
     "AdapterMerge",
     "AdapterOrder",

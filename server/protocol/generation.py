@@ -193,6 +193,15 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     listed: tuple[float, ...] = ()
 
 
+class DeviceCost(msgspec.Struct, frozen=True, array_like=True):
+    """Seconds of all devices of a worker that a sequence took. device_s: its part of steps. copy_s:
+    of the copy of its adapter, if the sequence was the first that waited for it.
+    """
+
+    device_s: float
+    copy_s: float = 0.0
+
+
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one sequence. The event with `finish` set is the last, and the only such.
 
@@ -200,7 +209,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     logprobs: parallel to token_ids when asked for.
     prompt_logprobs, cached_tokens: on the first event. load_s: there too, the seconds for which it
     waited for its adapter, if it did. vector: on the last event of a sequence that was read for
-    one, its numbers as little-endian float32.
+    one, its numbers as little-endian float32. cost: on the last event, if a step had the sequence.
     """
 
     request_id: str
@@ -216,6 +225,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     message: str | None = None
     load_s: float | None = None
     vector: bytes | None = None
+    cost: DeviceCost | None = None
 
 
 class StepEvents(msgspec.Struct, frozen=True, array_like=True, tag="se"):

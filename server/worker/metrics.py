@@ -20,6 +20,7 @@ LookupTier = Literal["device", "loading", "host", "disk"]
 # Stages of an adapter's load: from its source, its check, packed bytes into host memory, onto the
 # device. The last is also measured without waits for room, other copies and steps.
 LoadPhase = Literal["fetch", "check", "stage", "copy", "transfer"]
+DeviceUseOf = Literal["adapters", "base", "late", "copies"]
 StepPhase = Literal["plan", "launch", "wait", "commit", "masks"]
 
 
@@ -78,6 +79,12 @@ class WorkerMetrics:
             "step_seconds",
             "Seconds of an engine step, from its launch to its results; steps may overlap",
             STEP_BUCKETS_S,
+        )
+        self.device_seconds = meters.counter(
+            "device_seconds",
+            "Seconds of all devices: of steps, by whether an adapter acts on their tokens; late: of"
+            " steps whose sequences had all ended; beside steps, of copies of adapters",
+            {"use": get_args(DeviceUseOf)},
         )
         self.step_phases = meters.counter(
             "step_phase_seconds",
@@ -240,6 +247,9 @@ class WorkerMetrics:
         )
         for counter, before, now in counters:
             counter.inc(max(now - before, 0))
+        for use in get_args(DeviceUseOf):
+            grown = getattr(stats.device_use, use) - getattr(seen.device_use, use)
+            self.device_seconds.labels(use).inc(max(grown, 0.0))
         self._note_evictions("device", seen.evictions, stats.evictions)
 
     def note_host_evictions(self, evictions: Mapping[EvictionReason, int]) -> None:

@@ -107,12 +107,13 @@ class DeletedKey(msgspec.Struct, frozen=True):
 
 class UsageList(msgspec.Struct, frozen=True):
     """Answer that lists the usage of some days. start, end: the days, both included, as YYYY-MM-DD
-    in UTC.
+    in UTC. currency: of costs; null = nothing has a price.
     """
 
     start: str
     end: str
     data: list[UsageRow]
+    currency: str | None = None
     object: Literal["list"] = "list"
 
 

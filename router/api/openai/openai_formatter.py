@@ -72,6 +72,7 @@ class CompletionTokensDetails(msgspec.Struct, frozen=True):
 class Usage(msgspec.Struct, frozen=True):
     """Counts of the tokens of a request and its answer. completion_tokens: of all choices, those
     that best_of dropped included. reasoning_tokens: those of the details, where SGLang has them.
+    cost, device_seconds: as far as they are known with the answer; only where there are prices.
     """
 
     prompt_tokens: int
@@ -80,6 +81,8 @@ class Usage(msgspec.Struct, frozen=True):
     reasoning_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails
+    cost: float | UnsetType = UNSET
+    device_seconds: float | UnsetType = UNSET
 
 
 class PromptLogprob(msgspec.Struct, frozen=True):
@@ -126,12 +129,20 @@ class OpenAIFormatter(ABC):
         return None if self._options.usage == "last" else UNSET
 
     def _usage(self) -> Usage:
-        return _usage(self._prompts, self._num_tokens, self._num_reasoning)
+        return self._with_cost(_usage(self._prompts, self._num_tokens, self._num_reasoning))
+
+    def _with_cost(self, usage: Usage) -> Usage:
+        if self._head.receipt is None:
+            return usage
+        receipt = self._head.receipt()
+        cost, device_s = round(receipt.cost, 9), round(receipt.device_s, 6)
+        return msgspec.structs.replace(usage, cost=cost, device_seconds=device_s)
 
     def _usage_of(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> Usage:
         """The counts of a whole answer."""
         num_tokens = sum(result.generated_tokens for result in results)
-        return _usage(prompts, num_tokens, sum(result.reasoning_tokens for result in results))
+        reasoning = sum(result.reasoning_tokens for result in results)
+        return self._with_cost(_usage(prompts, num_tokens, reasoning))
 
     def _finish_reason(self, finish: FinishReason, has_calls: bool = False) -> OpenAIFinish:
         """Returns OpenAI's name of the reason why an answer ended. Raises RequestError

@@ -93,6 +93,11 @@ class AdapterArena:
         entry = self._entries.get(digest)
         return entry.spans if entry else ()
 
+    def nbytes(self, digest: str) -> int:
+        """Bytes that an adapter takes here; 0 if it is absent."""
+        entry = self._entries.get(digest)
+        return len(entry.extents) * self.extent_bytes if entry else 0
+
     def leases(self, digest: str) -> int:
         entry = self._entries.get(digest)
         return entry.leases if entry else 0

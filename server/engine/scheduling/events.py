@@ -2,11 +2,13 @@
 
 from collections.abc import Collection
 
+import msgspec
+
 from loraplex.server.constraints.constraint import Constraint
 from loraplex.server.engine.messages import SequenceEvent
 from loraplex.server.engine.plan import SeqSlice
 from loraplex.server.engine.scheduling.sequence import Sequence
-from loraplex.server.protocol import ErrorCode, Finish, TokenEvent, TokenLogprob
+from loraplex.server.protocol import DeviceCost, ErrorCode, Finish, TokenEvent, TokenLogprob
 
 
 def finished_before(sequence: Sequence, eos: Collection[int]) -> Finish | None:
@@ -124,6 +126,14 @@ def token_event(
         vector=vector,
     )
     return SequenceEvent(sequence.key, event)
+
+
+def with_cost(event: SequenceEvent, sequence: Sequence) -> SequenceEvent:
+    """The sequence's terminal event with what it cost, if it cost anything."""
+    if not (sequence.device_s or sequence.copy_s):
+        return event
+    cost = DeviceCost(round(sequence.device_s, 6), round(sequence.copy_s, 6))
+    return SequenceEvent(event.key, msgspec.structs.replace(event.event, cost=cost))
 
 
 def error_event(sequence: Sequence, code: ErrorCode, message: str) -> SequenceEvent:

@@ -15,6 +15,7 @@ from loraplex.server.engine.memory.scaled_slots import ScaledSlots
 from loraplex.server.engine.messages import EngineStats, SequenceEvent, SlabStaged
 from loraplex.server.engine.plan import SeqSlice, SliceResult, StepPlan
 from loraplex.server.engine.scheduling.batch import Batch
+from loraplex.server.engine.scheduling.device_shares import DeviceShares
 from loraplex.server.engine.scheduling.drafting import Drafting
 from loraplex.server.engine.scheduling.events import (
     bad_draw,
@@ -24,6 +25,7 @@ from loraplex.server.engine.scheduling.events import (
     finished_before,
     not_finite,
     token_event,
+    with_cost,
 )
 from loraplex.server.engine.scheduling.kv import SequencePages
 from loraplex.server.engine.scheduling.loading import AdapterLoads
@@ -52,6 +54,7 @@ class Scheduler:
         self.states = self.pages.states
         self.arena = AdapterArena(limits.arena_extents, limits.extent_bytes, limits.adapter_slots)
         self.loads = AdapterLoads(self.arena, config.max_loading, config.drain_after_s)
+        self.shares = DeviceShares(limits, self.arena)
         self.grammars = GrammarWaits()
         self.masks = MaskShare()
         self.drafting = Drafting(config.max_draft, config.draft_memory)
@@ -143,12 +146,15 @@ class Scheduler:
     def copy_news(self, news: CopyNews, now: float) -> None:
         if isinstance(news, CopyUsable):
             self.loads.usable(news.digest, now)
-            for sequence in self.loads.take_waiters(news.digest):
+            waiters = self.loads.take_waiters(news.digest)
+            self.shares.usable(news.digest, waiters)
+            for sequence in waiters:
                 sequence.load_s += now - sequence.parked_at
                 sequence.move(State.WAITING)
                 self._enqueue(sequence)
             return
         self.loads.over(news.digest, news.error)
+        self.shares.copied(news.digest, news.copy_s)
         if news.error is not None:
             self._fail_waiters(self.loads.take_waiters(news.digest), news.error)
 
@@ -185,6 +191,7 @@ class Scheduler:
             adapter_bytes=self.arena.used_bytes,
             draft_tokens=self.drafting.drafted,
             accepted_draft_tokens=self.drafting.accepted,
+            device_use=self.shares.use,
         )
 
     def plan(self, now: float) -> StepPlan | None:
@@ -356,6 +363,7 @@ class Scheduler:
         """The oldest step in flight kept the device busy for so long."""
         batch = self._in_flight[0]
         self.prompts.cost.took(batch.load.tokens, batch.load.attended, step_s)
+        self.shares.took(batch.plan, batch.sequences, step_s)
         if not batch.load.tokens:
             self.drafting.price.saw(batch.plan.num_tokens, step_s)
 
@@ -435,6 +443,7 @@ class Scheduler:
 
     def _end(self, sequence: Sequence) -> None:
         del self._sequences[sequence.key]
+        self._events[-1] = with_cost(self._events[-1], sequence)
         self.drafting.end(sequence)
         self._deadlines.discard(sequence.key)
         if sequence.state is State.NEEDS_ADAPTER:

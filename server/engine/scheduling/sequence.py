@@ -79,6 +79,9 @@ class Sequence:
     borders: tokens after which the state is to be saved, ascending. snapshot: which its next step
     restores; -1 = none. left_at: tokens after which a state was saved when it last gave up its row.
     beside: a running sequence, and how many first tokens both have.
+
+    device_s: its part of the time of steps. copy_s: the time of its adapter's copy, if it waited
+    for that as the first.
     """
 
     key: int
@@ -118,6 +121,8 @@ class Sequence:
     started: bool = False  # its first event is out
     parked_at: float = 0.0  # when it last began to wait for its adapter
     load_s: float = 0.0  # seconds for which it waited for its adapter in all
+    device_s: float = 0.0
+    copy_s: float = 0.0
     prompt_len: int = 0
     last_input: int = 0  # tokens that are ever inputs; an output's last token never is
 

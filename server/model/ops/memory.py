@@ -323,6 +323,9 @@ def executor_limits(model: ModelSpec, engine: EngineConfig) -> ExecutorLimits:
         is_causal=model.is_causal,
         has_states=bool(model.states),
         num_snapshots=num_snapshots(model, engine),
+        weight_bytes=weights_bytes(model, engine.dtype, packed=True),
+        token_bytes=page // engine.page_size * len(windows),
+        num_devices=engine.shards,
     )
 
 

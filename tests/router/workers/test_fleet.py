@@ -73,7 +73,7 @@ async def test_a_worker_that_reads_nothing_is_left(monkeypatch: pytest.MonkeyPat
     session = WorkerSession(cast(ClientConnection, socket), hello, lambda: None, supply)
     events: list[TokenEvent] = []
     request = GenerateRequest("r", 0, 0, None, [1], [], SamplingParams(), 1)
-    session.submit(request, events.append)
+    session.submit(request, events.append, lambda cost: None)
     monkeypatch.setattr(worker_session, "MAX_OUTBOX_BYTES", 0)
     assert session.hand_over("it is silent") == 1
     assert [event.error for event in events] == ["engine_lost"]

@@ -47,6 +47,18 @@ ADAPTERS = Board(
                     "Requests that failed after they began.",
                 ),
                 Panel(
+                    "Cost by adapter",
+                    "short",
+                    (_top("loraplex_adapter_cost_total"),),
+                    "Money a second, in the currency of `--prices`, as answers end.",
+                ),
+                Panel(
+                    "Devices by adapter",
+                    "short",
+                    (_top("loraplex_adapter_device_seconds_total"),),
+                    "Devices that each keeps busy: seconds of devices a second, as answers end.",
+                ),
+                Panel(
                     "Share of `_other`",
                     "percentunit",
                     (
@@ -91,6 +103,20 @@ ADAPTERS = Board(
                     ),
                     "Versions beside the old ones. `warming` for long: workers have no room for"
                     " them; the adapter's `error` says why.",
+                ),
+                Panel(
+                    "Mean score of answers",
+                    "percentunit",
+                    (
+                        Query(
+                            ratio(
+                                rate("loraplex_feedback_score_sum", by="version"),
+                                rate("loraplex_feedback_score_count", by="version"),
+                            ),
+                            "{{version}}",
+                        ),
+                    ),
+                    "Scores that callers gave to answers of old and new versions, of all rollouts.",
                 ),
                 Panel(
                     "Versions taken back",

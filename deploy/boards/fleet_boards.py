@@ -17,6 +17,7 @@ _GENERATION = f'route=~"{"|".join(GENERATION_PATHS)}"'
 
 _GENERATED = "loraplex_adapter_generated_tokens_total"
 _ERRORS = "loraplex_request_errors_total"
+_BUSY = "loraplex_worker_device_seconds_total"
 
 FLEET = Board(
     "loraplex-fleet",
@@ -93,6 +94,19 @@ FLEET = Board(
                         ),
                     ),
                     "Sequences at a worker as a share of what it takes, by worker.",
+                ),
+                Panel(
+                    "Devices busy",
+                    "percentunit",
+                    (
+                        Query(
+                            f"{rate(_BUSY, by='use')} / ignoring(use) group_left"
+                            f" {total(pick('loraplex_worker_devices'))}",
+                            "{{use}}",
+                        ),
+                    ),
+                    "Time of steps as a share of all devices' time, by whether an adapter acts on"
+                    " their tokens. `copies` run beside steps; what the others leave is idle.",
                 ),
                 Panel(
                     "Workers by state",

@@ -48,7 +48,8 @@ class LineAnswer(msgspec.Struct, frozen=True):
 
     ids, logprobs: of the prompt's tokens after the first, in nats; empty unless asked for, as are
     prompt_ids, of the whole prompt, output_ids and output_logprobs.
-    created: seconds since 1970. fault: why there is no text.
+    created: seconds since 1970. fault: why there is no text. cost, device_s: None where the server
+    has no prices.
     """
 
     text: str = ""
@@ -61,6 +62,8 @@ class LineAnswer(msgspec.Struct, frozen=True):
     prompt_ids: tuple[int, ...] = ()
     output_ids: tuple[int, ...] = ()
     output_logprobs: tuple[float, ...] = ()
+    cost: float | None = None
+    device_s: float | None = None
 
 
 def read_cases(path: Path, score: str) -> list[EvalLine]:
@@ -185,6 +188,8 @@ def _answer(record: BatchRecord) -> LineAnswer:
         prompt_ids=tuple(first.get("prompt_token_ids") or body.get("prompt_token_ids") or ()),
         output_ids=tuple(first.get("token_ids") or ()),
         output_logprobs=logprobs_of(first.get("logprobs")) or (),
+        cost=usage.get("cost"),
+        device_s=usage.get("device_seconds"),
     )
 
 

@@ -1,6 +1,6 @@
 """The report of an evaluation: as JSON and as a table with bars. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 
 import msgspec
@@ -16,6 +16,7 @@ class AdapterResult(msgspec.Struct, frozen=True):
     """An adapter's results. score: the mean of `scores`, which has null for a line that failed.
 
     low, high: bounds at 95 %. seconds: from the start of its first answer to that of its last.
+    cost, device_s: of its answers, without a judge's; null where the server has no prices.
     """
 
     adapter: str
@@ -28,6 +29,8 @@ class AdapterResult(msgspec.Struct, frozen=True):
     seconds: int
     scores: list[float | None]
     first_fault: str | None
+    cost: float | None = None
+    device_s: float | None = None
 
 
 class Pair(msgspec.Struct, frozen=True):
@@ -79,7 +82,14 @@ def row_of(
         seconds=max(starts) - min(starts) if starts else 0,
         scores=scores,
         first_fault=next(faults, None),
+        cost=_sum(answer.cost for answer in own),
+        device_s=_sum(answer.device_s for answer in own),
     )
+
+
+def _sum(amounts: Iterable[float | None]) -> float | None:
+    there = [amount for amount in amounts if amount is not None]
+    return sum(there) if there else None
 
 
 def _score(
@@ -105,7 +115,7 @@ def _pair(first: AdapterResult, second: AdapterResult) -> Pair:
 def as_text(report: Evaluation) -> str:
     """The table, each adapter beside the best, then one fault of each that has some."""
     best = max(report.adapters, key=lambda row: -1.0 if row.score is None else row.score)
-    head = ["adapter", report.score, "95 %", "failed", "tokens in", "out", "seconds", ""]
+    head = ["adapter", report.score, "95 %", "failed", "tokens in", "out", "seconds", "cost", ""]
     rows = [[*head, f"wins-losses against {best.adapter}"]]
     for row in report.adapters:
         score = "-" if row.score is None else f"{row.score:.3f}"
@@ -113,7 +123,8 @@ def as_text(report: Evaluation) -> str:
         found = _pair(row, best)
         beside = "" if row is best else f"{found.wins}-{found.losses} (p {found.p:.2g})"
         cells = [row.adapter, score, f"{row.low:.3f}-{row.high:.3f}", *map(str, counts)]
-        rows.append([*cells, _bar(row), beside])
+        cost = "-" if row.cost is None else f"{row.cost:.4g}"
+        rows.append([*cells, cost, _bar(row), beside])
     faults = [f"{row.adapter}: {row.first_fault}" for row in report.adapters if row.first_fault]
     return "\n".join([*table(rows), *faults]) + "\n"
 

@@ -22,6 +22,7 @@ export class RolloutCard {
     this.state = h("span", { class: "badge" });
     this.problem = h("p", { class: "card-note", "data-tone": "bad" });
     this.partial = h("p", { class: "card-note", "data-tone": "warn" });
+    this.used = h("p", { class: "card-note muted" });
     this.shares = h("div", { class: "shares", role: "img" });
     this.wanted = h("div", { class: "shares wanted", "aria-hidden": "true" });
     this.versions = h("ul", { class: "versions" });
@@ -33,6 +34,7 @@ export class RolloutCard {
       h("div", { class: "card-head" }, this.title, this.state),
       this.problem,
       this.partial,
+      this.used,
       this.actions,
       this.rollout,
       h("h4", {}, "History"),
@@ -82,6 +84,7 @@ export class RolloutCard {
     this.state.dataset.tone = tone;
     this.note(this.problem, adapter.error ?? "");
     this.note(this.partial, adapter.partial?.message ?? "");
+    this.note(this.used, told?.used ?? "");
     this.rollout.hidden = !rollout;
     if (rollout) this.drawRollout(rollout, told?.rollout ?? null);
     this.drawHistory(told?.history ?? []);
@@ -166,8 +169,22 @@ async function asked(adapter) {
   const { rollout } = adapter;
   const ask = (what) => request(pathOf(adapter, `/${what}`), { key: keys.get("admin") }).then((response) => response.json());
   // Whether there is a rollout may have changed since the picture was drawn.
-  const [history, measured] = await Promise.all([ask("history"), rollout ? ask("rollout").catch(() => null) : null]);
-  return { history: history.data, rollout: measured };
+  const [history, measured, used] = await Promise.all([
+    ask("history"),
+    rollout ? ask("rollout").catch(() => null) : null,
+    usageOf(adapter).catch(() => null),
+  ]);
+  return { history: history.data, rollout: measured, used };
+}
+
+/** Today's use of an adapter, by all that may use it. */
+async function usageOf({ name, tenant }) {
+  const query = new URLSearchParams({ adapter: name, ...(tenant ? { tenant } : {}) });
+  const { data, currency } = await request(`/v1/usage?${query}`, { key: keys.get("admin") }).then((response) => response.json());
+  const sum = (field) => data.reduce((total, row) => total + row[field], 0);
+  const texts = [plural(sum("requests"), "request"), `${seconds(sum("device_s"))} of devices`];
+  if (currency) texts.push(`${sum("cost").toPrecision(3)} ${currency}`);
+  return `Today: ${texts.join(" · ")}.`;
 }
 
 /** A word for the whole, as in the list of adapters. */

@@ -1,4 +1,4 @@
-"""What requests cost: a table of prices, and sums of money. Pure."""
+"""Prices of requests: a table, and sums of money. Pure."""
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
@@ -14,7 +14,7 @@ Pattern = Annotated[str, Meta(max_length=200)]
 
 
 class Spent(msgspec.Struct, frozen=True):
-    """What a request used. cached_tokens: those of the prompt that were there already. device_s,
+    """Tokens and time that a request used. cached_tokens: those of the prompt that were there already. device_s,
     copy_s: see `DeviceCost`.
     """
 
@@ -68,7 +68,7 @@ class PriceTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Receipt(msgspec.Struct, frozen=True):
-    """What an answer cost, as far as is known at its end. cost: in the table's currency."""
+    """Price and time of an answer, as far as is known at its end. cost: in the table's currency."""
 
     cost: float
     device_s: float

@@ -399,10 +399,8 @@ class WorkerSession:
                 self.view.begin(live.starting)
                 freed = True
             if event.finish is not None:
-                self._end(key, live)
+                self._end(key, live, event)
                 freed = True
-                if event.cost is not None:
-                    live.spend(event.cost)
             if live.sink is not None:
                 live.sink(event)
         if freed:
@@ -414,7 +412,7 @@ class WorkerSession:
         self.lost_together = 1
         self.abandon(*key)
         if event.finish is not None:
-            self._end(key, live)
+            self._end(key, live, event)
         if sink is not None:
             sink(lost(*key, f"expected token {live.next_index}, got token {event.index}"))
 
@@ -438,8 +436,10 @@ class WorkerSession:
         there = not self._closed and self.liveness.hearing == "good"
         self.view.ready = there and self.status is not None and self.status.ready
 
-    def _end(self, key: SequenceKey, live: _Live) -> None:
+    def _end(self, key: SequenceKey, live: _Live, event: TokenEvent) -> None:
         del self._live[key]
+        if event.cost is not None:
+            live.spend(event.cost)
         if live.begun:
             self.view.begun -= 1
         else:

@@ -31,6 +31,7 @@ from loraplex.server.protocol import (
     AdapterReport,
     AdapterState,
     AdapterTiers,
+    DeviceCost,
     ErrorCode,
     GenerateRequest,
     Inspect,
@@ -166,6 +167,7 @@ class FakeWorker:
         # Faults: an index whose token is not sent; last tokens without the word that they are.
         self.skip_index: int | None = None
         self.load_s: float | None = None
+        self.cost: DeviceCost | None = None  # of each sequence
         self.hold_finish = False
         self.held = 0
         self._seen = asyncio.Condition()
@@ -366,7 +368,7 @@ class FakeWorker:
         self.places_version += 1
 
     async def _finish(self, connection: ServerConnection, key: tuple[str, int, int]) -> None:
-        await self._emit(connection, TokenEvent(*key, 0, (), finish="abort"))
+        await self._emit(connection, TokenEvent(*key, 0, (), finish="abort", cost=self.cost))
         await self._note_finished(key)
 
     async def _note_finished(self, key: tuple[str, int, int]) -> None:
@@ -398,7 +400,7 @@ class FakeWorker:
                 failed = TokenEvent(*key, index, (), finish="error", error=error_code)
                 await self._emit(connection, failed)
                 return
-            event = token_event(request, index, output[index])
+            event = token_event(request, index, output[index], self.cost)
             if index == 0:
                 event = msgspec.structs.replace(event, load_s=self.load_s)
             if index == self.skip_index:
@@ -473,7 +475,9 @@ class FakeWorker:
             await connection.send(encode(frame))
 
 
-def token_event(request: GenerateRequest, index: int, token_id: int) -> TokenEvent:
+def token_event(
+    request: GenerateRequest, index: int, token_id: int, cost: DeviceCost | None = None
+) -> TokenEvent:
     sampling = request.sampling
     finish = None
     is_end = token_id in (EOS, *sampling.end_token_ids) and not sampling.ignore_eos
@@ -495,6 +499,7 @@ def token_event(request: GenerateRequest, index: int, token_id: int) -> TokenEve
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs_of(request) if index == 0 else None,
         cached_tokens=0 if index == 0 else None,
+        cost=None if finish is None else cost,
     )
 
 

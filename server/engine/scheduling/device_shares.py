@@ -1,4 +1,4 @@
-"""Whose the time of a step on the device was. Pure.
+"""Shares the time of a step on the device among its sequences. Pure.
 
 A step's time is shared by the bytes that it moves. A byte of weights counts for all tokens of the
 step, one of keys and values for the sequence that reads it, one of an adapter for the adapter's

@@ -1,4 +1,4 @@
-"""Whose a step's time is: shares add up, and follow tokens and bytes."""
+"""Shares of a step's time add up, and follow tokens and bytes."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,6 +1,5 @@
 """Prices of requests: a table, and sums of money. Pure."""
 
-from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Annotated
 
@@ -14,8 +13,8 @@ Pattern = Annotated[str, Meta(max_length=200)]
 
 
 class Spent(msgspec.Struct, frozen=True):
-    """Tokens and time that a request used. cached_tokens: those of the prompt that were there already. device_s,
-    copy_s: see `DeviceCost`.
+    """Tokens and time that a request used. cached_tokens: those of the prompt that were there
+    already. device_s, copy_s: see `DeviceCost`.
     """
 
     prompt_tokens: int = 0
@@ -29,11 +28,13 @@ class Price(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Prices of one row. device_second: of steps; copy_second: of copies of adapters.
     million_cached_tokens: null = as others of the prompt.
 
-    tenant, adapter: patterns (`*`, `?`, `[…]`) of whose requests they are; "" is the base.
+    tenant, adapter, base: patterns (`*`, `?`, `[…]`) of whose requests they are. An adapter "" is
+    the base alone. A base has a name where there are several.
     """
 
     tenant: Pattern = "*"
     adapter: Pattern = "*"
+    base: Pattern = "*"
     device_second: Amount = 0.0
     copy_second: Amount = 0.0
     million_prompt_tokens: Amount = 0.0
@@ -62,9 +63,14 @@ class PriceTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     currency: Annotated[str, Meta(min_length=1, max_length=16)]
     prices: tuple[Price, ...]
 
-    def price_of(self, tenant: str, adapter: str) -> Price:
+    def price_of(self, tenant: str, adapter: str, base: str = "") -> Price:
         """Finds the price of a request; nothing costs anything that no row fits."""
-        return next((row for row in self.prices if _fits(row, tenant, adapter)), FREE)
+
+        def fits(row: Price) -> bool:
+            both = ((tenant, row.tenant), (adapter, row.adapter), (base, row.base))
+            return all(fnmatchcase(name, pattern) for name, pattern in both)
+
+        return next(filter(fits, self.prices), FREE)
 
 
 class Receipt(msgspec.Struct, frozen=True):
@@ -72,8 +78,3 @@ class Receipt(msgspec.Struct, frozen=True):
 
     cost: float
     device_s: float
-
-
-def _fits(row: Price, tenant: str, adapter: str) -> bool:
-    both: Iterable[tuple[str, str]] = ((tenant, row.tenant), (adapter, row.adapter))
-    return all(fnmatchcase(name, pattern) for name, pattern in both)

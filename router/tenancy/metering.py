@@ -282,7 +282,8 @@ class Charge:
         """The price of the request's tenant and adapter, which must be known."""
         prices = self._metering.prices
         if self._price is None:
-            self._price = FREE if prices is None else prices.price_of(self.tenant, self.adapter)
+            whose = (self.tenant, self.adapter, self.base)
+            self._price = FREE if prices is None else prices.price_of(*whose)
         return self._price
 
     def _all_spent(self) -> Spent:

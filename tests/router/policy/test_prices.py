@@ -38,6 +38,9 @@ def test_the_first_row_that_fits_holds() -> None:
     assert table.price_of("other", "sql-1") is sql
     assert table.price_of("other", "") is rest
     assert table.price_of("other", "json") is FREE
+    small = Price(base="small", device_second=4.0)
+    assert PriceTable("EUR", (small,)).price_of("", "json", "small") is small
+    assert PriceTable("EUR", (small,)).price_of("", "json", "large") is FREE
 
 
 @pytest.mark.parametrize(

@@ -180,7 +180,7 @@ def _add_lines(commands: "argparse._SubParsersAction[Parser]") -> None:
         "parity",
         help="log-probabilities of a server beside PEFT's",
         description=parity_command.ABOUT,
-        usage="loraplex parity MODEL ADAPTER --prompts F [OPTIONS]",
+        usage="loraplex parity MODEL ADAPTER… --prompts F [OPTIONS]",
     )
     parity_command.add_arguments(parity)
     parity.set_defaults(command=_lines, run_lines=parity_command.run)

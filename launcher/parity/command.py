@@ -1,4 +1,4 @@
-"""`loraplex parity MODEL ADAPTER --prompts F`: the server's log-probabilities beside PEFT's."""
+"""`loraplex parity MODEL ADAPTER… --prompts F`: the server's log-probabilities beside PEFT's."""
 
 import argparse
 import sys
@@ -13,7 +13,12 @@ from loraplex.adapters.peft.config import CONFIG_FILE
 from loraplex.launcher.command_line import Parser, add_options
 from loraplex.launcher.config import batch_options
 from loraplex.launcher.evaluation import command as evaluation
-from loraplex.launcher.evaluation.questions import LineAnswer, questions, read_cases
+from loraplex.launcher.evaluation.questions import (
+    LineAnswer,
+    question_id,
+    questions,
+    read_cases,
+)
 from loraplex.launcher.options import OptionError
 from loraplex.launcher.parity.differences import Difference, as_text, spreads
 from loraplex.launcher.router_client import json_text
@@ -23,17 +28,17 @@ Compare the log-probabilities of a server with those of transformers and PEFT, t
 of prompts, and of the server's greedy answers.
 
   loraplex parity ./llama ./lora --prompts prompts.jsonl --peft-dtype float32 --bound 0.05
+  loraplex parity ./llama ./rank-8 ./rank-64 --prompts prompts.jsonl
 
 Prompts are lines of JSON with `prompt` or `messages`. The command starts a server, by the options
 of `loraplex serve`, then computes the same tokens by PEFT on the same device.
 Needs pip install 'loraplex[serve,convert]'.
 """
-_NAME = "adapter"
 
 
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("model", metavar="MODEL", help="Hub id or folder")
-    parser.add_argument("adapter", metavar="ADAPTER", type=Path, help="folder")
+    parser.add_argument("what", metavar="ADAPTER", nargs="+", type=Path, help="folder")
     parser.add_argument(
         "--prompts", dest="lines", metavar="F", type=Path, required=True, help="lines, in JSON"
     )
@@ -58,35 +63,49 @@ def run(arguments: argparse.Namespace, api_key: str, environ: Mapping[str, str])
     """
     for module in ("torch", "transformers", "peft"):
         extras.require(module)
-    if not (arguments.adapter / CONFIG_FILE).exists():
-        raise OptionError(f"ADAPTER must be a folder with {CONFIG_FILE}")
+    for folder in arguments.what:
+        if not (folder / CONFIG_FILE).exists():
+            raise OptionError(f"ADAPTER must be a folder with {CONFIG_FILE}: {folder} is none")
     cases = read_cases(arguments.lines, "logprobs")
-    given = [*(arguments.adapters or ()), f"{_NAME}={arguments.adapter.resolve()}"]
+    folders = {f"adapter-{number}": each for number, each in enumerate(arguments.what, 1)}
+    refs = [f"{name}={folder.resolve()}" for name, folder in folders.items()]
+    given = [*(arguments.adapters or ()), *refs]
     with tempfile.TemporaryDirectory(prefix="loraplex-") as folder:
         more = {"out": Path(folder), "adapters": given, "url": None, "restart": False}
         batch = argparse.Namespace(**vars(arguments) | more)
-        asked = questions("logprobs", [_NAME], cases, arguments.max_tokens)
-        answers = evaluation.answers(batch, api_key, environ, "answers", asked).values()
-    if fault := next((answer.fault for answer in answers if answer.fault), None):
+        asked = questions("logprobs", folders, cases, arguments.max_tokens)
+        answers = evaluation.answers(batch, api_key, environ, "answers", asked)
+    if fault := next((answer.fault for answer in answers.values() if answer.fault), None):
         raise CommandError(f"a prompt has no answer: {fault}")
-    found = spreads(list(_differences(arguments, answers)))
+    differences: list[Difference] = []
+    for name, adapter in folders.items():
+        own = [answers[question_id(name, number)] for number in range(1, len(cases) + 1)]
+        differences += _differences(arguments, adapter, own)
+    found = spreads(differences)
     sys.stdout.write(json_text(found) if arguments.json else as_text(found))
     return int(arguments.bound is not None and found[0].max > arguments.bound)
 
 
 def _differences(
-    arguments: argparse.Namespace, answers: Iterable[LineAnswer]
+    arguments: argparse.Namespace, adapter: Path, answers: Iterable[LineAnswer]
 ) -> Iterator[Difference]:
-    model = _peft_model(arguments)
+    model = _peft_model(arguments, adapter)
+    family, rank = model.config.model_type, _rank(model.active_peft_config)
     for answer in answers:
         served = [*answer.logprobs, *answer.output_logprobs]
         count = len(answer.prompt_ids)
         pairs = zip(served, _logprobs(model, answer), strict=True)
         for position, (ours, theirs) in enumerate(pairs, 1):
-            yield Difference(position, position >= count, ours - theirs)
+            yield Difference(position, position >= count, ours - theirs, family, rank)
 
 
-def _peft_model(arguments: argparse.Namespace) -> Any:
+def _rank(config: Any) -> str:
+    """The ranks of an adapter by its config: one, or the least and the greatest."""
+    ranks = {getattr(config, "r", 0), *(getattr(config, "rank_pattern", None) or {}).values()}
+    return "-".join(str(rank) for rank in sorted({min(ranks), max(ranks)}) if rank)
+
+
+def _peft_model(arguments: argparse.Namespace, adapter: Path) -> Any:
     """The base with the adapter, where a server would compute it."""
     import torch
     from peft import PeftModel
@@ -97,15 +116,16 @@ def _peft_model(arguments: argparse.Namespace) -> Any:
         arguments.model, revision=arguments.revision, dtype=dtype
     )
     is_on_gpu = arguments.device != "cpu" and torch.cuda.is_available()
-    model = PeftModel.from_pretrained(model, str(arguments.adapter), autocast_adapter_dtype=False)
+    model = PeftModel.from_pretrained(model, str(adapter), autocast_adapter_dtype=False)
     return model.to("cuda" if is_on_gpu else "cpu", dtype).eval()
 
 
 def _logprobs(model: Any, answer: LineAnswer) -> list[float]:
-    """Each token's after the first, in nats."""
+    """Each token's after the first, in nats; without the end of a chat, which has none there."""
     import torch
 
-    ids = torch.tensor([[*answer.prompt_ids, *answer.output_ids]], device=model.device)
+    output = answer.output_ids[: len(answer.output_logprobs)]
+    ids = torch.tensor([[*answer.prompt_ids, *output]], device=model.device)
     with torch.inference_mode():
         logits = model(input_ids=ids).logits[0, :-1].float()
     rows = logits.log_softmax(-1).gather(1, ids[0, 1:, None])

@@ -11,11 +11,16 @@ _GROWTH = 4
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """One token's. position: from 0, the prompt's first. nats: the server's less the other's."""
+    """One token's. position: from 0, the prompt's first. nats: the server's less the other's.
+
+    family: of the base. rank: of the adapter, from the least to the greatest; "" = it has none.
+    """
 
     position: int
     is_output: bool
     nats: float
+    family: str = ""
+    rank: str = ""
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -36,12 +41,18 @@ def bucket(position: int) -> tuple[int, int]:
 
 
 def spreads(differences: Sequence[Difference]) -> list[Spread]:
-    """All tokens, those of prompts and of answers, and each bucket that has tokens."""
+    """All tokens, those of prompts and of answers, of each family and rank, and of each bucket that
+    has tokens.
+    """
     parts = {
         "all": list(differences),
         "prompt": [one for one in differences if not one.is_output],
         "answer": [one for one in differences if one.is_output],
     }
+    for what in ("family", "rank"):
+        for name in dict.fromkeys(getattr(one, what) for one in differences):
+            if name:
+                parts[f"{what} {name}"] = [o for o in differences if getattr(o, what) == name]
     for low, high in sorted({bucket(one.position) for one in differences}):
         here = [one for one in differences if low <= one.position < high]
         parts[f"{low}-{high - 1}"] = here

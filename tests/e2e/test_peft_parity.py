@@ -43,12 +43,12 @@ def served(http: httpx.Client, folder: Path) -> list[LineAnswer]:
 def compared(answers: list[LineAnswer], adapter: str) -> dict[str, Spread]:
     arguments = argparse.Namespace(
         model=model_path(),
-        adapter=adapter_paths()[adapter],
         revision=None,
         device="cpu",
         peft_dtype="float32",
     )
-    return {one.tokens_at: one for one in spreads(list(_differences(arguments, answers)))}
+    found = list(_differences(arguments, adapter_paths()[adapter], answers))
+    return {one.tokens_at: one for one in spreads(found)}
 
 
 def test_tokens_have_the_log_probabilities_of_peft(
@@ -71,7 +71,8 @@ def test_tokens_have_the_log_probabilities_of_peft(
 def test_the_command_keeps_its_bound(tmp_path: Path, dtype: str, code: int) -> None:
     data = tmp_path / "prompts.jsonl"
     data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in EXAMPLES))
-    words = ["parity", str(model_path()), str(adapter_paths()[ADAPTER]), "--prompts", str(data)]
+    adapters = [str(adapter_paths()[name]) for name in (ADAPTER, "sql")]
+    words = ["parity", str(model_path()), *adapters, "--prompts", str(data)]
     words += ["--peft-dtype", dtype, "--bound", "0.001", "--json", "--device", "cpu"]
     words += ["--kv-memory", "64MiB", "--cache-dir", str(tmp_path / "cache")]
     command = tethered(sys.executable, "-m", "loraplex", *words)
@@ -79,3 +80,5 @@ def test_the_command_keeps_its_bound(tmp_path: Path, dtype: str, code: int) -> N
     assert done.returncode == code, done.stderr
     rows = json.loads(done.stdout)
     assert (rows[0]["tokens_at"], rows[0]["max"] > 0.001) == ("all", bool(code))
+    counts = {row["tokens_at"]: row["tokens"] for row in rows}
+    assert counts["family llama"] == counts["rank 16"] + counts["rank 32"] == counts["all"]

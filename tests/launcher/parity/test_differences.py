@@ -35,6 +35,19 @@ def test_spreads_by_part_and_bucket() -> None:
     assert as_text(found).splitlines()[1].split() == ["all", "3", "3.00e-01", "5.00e-01"]
 
 
+def test_spreads_by_family_and_rank() -> None:
+    found = spreads(
+        [
+            Difference(1, False, -0.5, "llama", "8"),
+            Difference(2, False, 0.1, "llama", "64"),
+            Difference(3, False, 0.3, "llama", "64"),
+        ]
+    )
+    rows = {one.tokens_at: (one.tokens, one.max) for one in found}
+    assert rows["family llama"] == rows["all"] == (3, 0.5)
+    assert (rows["rank 8"], rows["rank 64"]) == ((1, 0.5), (2, 0.3))
+
+
 tokens = st.builds(Difference, st.integers(0, 5000), st.booleans(), st.floats(-9, 9))
 
 

@@ -7,7 +7,6 @@ import asyncio
 import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from loraplex.adapters.chat.conversation import (
 )
 from loraplex.adapters.chat.template import MAX_OUTPUT_CHARS
 from loraplex.adapters.helpers.helper import Helper, HelperBroken, HelperStopped, HelperUnavailable
+from loraplex.adapters.helpers.pool import HelperPool
 from loraplex.router.call import RequestError
 from loraplex.router.text.template_worker import CPU_SECONDS, MEMORY_BYTES, RenderJob, RenderOutcome
 from loraplex.router.text.turn_taking import PROCESSES, CallersTurns
@@ -40,12 +40,10 @@ class TemplateSandbox:
     """
 
     def __init__(self, processes: int = PROCESSES) -> None:
-        self._all = tuple(
+        helpers = [
             Helper(_MODULE, b"", RENDER_TIMEOUT_S, _MAX_FRAME_BYTES) for _ in range(processes)
-        )
-        self._idle = [*self._all]
-        self._threads = ThreadPoolExecutor(2 * processes, "template")
-        self._slots = asyncio.Semaphore(processes)
+        ]
+        self._pool = HelperPool(helpers, "template")
         self._refused: OrderedDict[bytes, _Refusal] = OrderedDict()
 
     async def render(
@@ -91,11 +89,11 @@ class TemplateSandbox:
         encoded = job.source.encode("utf-8", "replace")
         key, size = hashlib.sha256(encoded).digest(), len(frame) - len(encoded)
         self._check_refused(key, size)  # before any line
-        async with nullcontext() if turns is None else turns.take("template"), self._slots:
+        turn = nullcontext() if turns is None else turns.take("template")
+        async with turn, self._pool.taken() as ask:
             self._check_refused(key, size)
-            helper = self._idle.pop()
             try:
-                outcome = await self._ask(helper, frame)
+                outcome = msgspec.msgpack.decode(await ask(frame), type=RenderOutcome)
             except HelperStopped:
                 self._refuse(key, size)
                 raise TemplateFault(
@@ -108,31 +106,13 @@ class TemplateSandbox:
             except (HelperUnavailable, ValueError) as error:
                 message = "chat templates cannot be rendered now"
                 raise RequestError("unavailable", message) from error
-            finally:
-                self._idle.append(helper)
         if outcome.fault is not None:
             raise TemplateFault(outcome.fault, outcome.cause, outcome.param)
         return outcome
 
     async def close(self) -> None:
         """Ends the processes."""
-        for helper in self._all:
-            await asyncio.to_thread(helper.stop)
-        self._threads.shutdown(wait=False)
-
-    async def _ask(self, helper: Helper, frame: bytes) -> RenderOutcome:
-        """Asks a process, and stops it if the caller leaves. Raises as `Helper.ask`; ValueError for
-        what is no RenderOutcome.
-        """
-        loop = asyncio.get_running_loop()
-        asking = loop.run_in_executor(self._threads, helper.ask, frame)
-        try:
-            reply = await asyncio.shield(asking)
-        except asyncio.CancelledError:
-            stopping = loop.run_in_executor(self._threads, helper.stop)
-            await asyncio.shield(asyncio.gather(stopping, asking, return_exceptions=True))
-            raise
-        return msgspec.msgpack.decode(reply, type=RenderOutcome)
+        await self._pool.close()
 
     def _check_refused(self, key: bytes, size: int) -> None:
         """Refuse a template that was too costly for a conversation of this size.

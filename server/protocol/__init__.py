@@ -45,6 +45,13 @@ from loraplex.server.protocol.generation import (
     VectorParams,
     acting,
 )
+from loraplex.server.protocol.picture_files import (
+    MAX_PICTURE_BYTES,
+    MAX_PICTURE_PIXELS,
+    PictureFault,
+    PictureHead,
+    read_picture_head,
+)
 from loraplex.server.protocol.pictures import Grid, PictureSpan, VisionCard
 from loraplex.server.protocol.workers import (
     PROTOCOL_VERSION,
@@ -54,6 +61,7 @@ from loraplex.server.protocol.workers import (
     Inspect,
     ModelCard,
     PairForm,
+    PicturesMissing,
     RouterHello,
     VectorForm,
     WorkerHello,
@@ -83,13 +91,18 @@ __all__ = [
     "Inspect",
     "LoadStage",
     "MAX_FRAME_BYTES",
+    "MAX_PICTURE_BYTES",
+    "MAX_PICTURE_PIXELS",
     "MemberSource",
     "ModelCard",
     "NamesOnce",
     "OrderAction",
     "PROTOCOL_VERSION",
     "PairForm",
+    "PictureFault",
+    "PictureHead",
     "PictureSpan",
+    "PicturesMissing",
     "Pooling",
     "TextPooling",
     "RouterFrame",
@@ -112,4 +125,5 @@ __all__ = [
     "decode_router_frame",
     "decode_worker_frame",
     "encode",
+    "read_picture_head",
 ]

@@ -14,6 +14,7 @@ from loraplex.server.protocol.adapters import (
 from loraplex.server.protocol.generation import Abort, GenerateRequest, StepEvents
 from loraplex.server.protocol.workers import (
     Inspect,
+    PicturesMissing,
     RouterHello,
     WorkerHello,
     WorkerPicture,
@@ -33,7 +34,15 @@ RouterFrame = (
     | AdapterPrefetch
     | Inspect
 )
-WorkerFrame = WorkerHello | StepEvents | AdapterState | WorkerStatus | AdapterReport | WorkerPicture
+WorkerFrame = (
+    WorkerHello
+    | StepEvents
+    | AdapterState
+    | WorkerStatus
+    | AdapterReport
+    | WorkerPicture
+    | PicturesMissing
+)
 
 encode = msgspec.msgpack.Encoder().encode
 decode_router_frame = msgspec.msgpack.Decoder(RouterFrame).decode

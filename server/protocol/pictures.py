@@ -52,6 +52,12 @@ class VisionCard(msgspec.Struct, frozen=True):
         """Numbers of one patch: three colours of all of its pixels and frames."""
         return 3 * self.temporal_patch_size * self.patch_size**2
 
+    @property
+    def most_resized_pixels(self) -> int:
+        """A bound of the pixels of a resized picture: sides are multiples of whole tokens."""
+        unit = self.patch_size * self.merge_size
+        return 2 * max(self.min_pixels, self.max_pixels) + 2 * _MAX_ASPECT * unit**2
+
     def resized(self, width: int, height: int) -> tuple[int, int]:
         """Width and height to which a picture is resized. ValueError: it is too long and thin."""
         if max(width, height) > _MAX_ASPECT * min(width, height):

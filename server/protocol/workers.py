@@ -79,6 +79,16 @@ class WorkerStatus(msgspec.Struct, frozen=True, array_like=True, tag="ws"):
     shards: int = 1
 
 
+class PicturesMissing(msgspec.Struct, frozen=True, array_like=True, tag="pm"):
+    """A sequence waits for pictures whose files the worker has not got. The router sends each by a
+    PUT of `/pictures/DIGEST`. pictures: SHA-256 of each file."""
+
+    request_id: str
+    attempt: int
+    choice: int
+    pictures: tuple[str, ...]
+
+
 class AdapterPlace(msgspec.Struct, frozen=True, array_like=True):
     """An adapter's place: (first extent, extents) of each unbroken row, in either arena.
 

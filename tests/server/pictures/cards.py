@@ -1,0 +1,17 @@
+"""Vision cards for tests."""
+
+from loraplex.server.protocol import VisionCard
+
+QWEN = VisionCard(
+    rule="qwen2_vl",
+    patch_size=14,
+    temporal_patch_size=2,
+    merge_size=2,
+    min_pixels=56 * 56,
+    max_pixels=28 * 28 * 1280,
+    mean=(0.48145466, 0.4578275, 0.40821073),
+    std=(0.26862954, 0.26130258, 0.27577711),
+    token_id=151655,
+    opens_id=151652,
+    closes_id=151653,
+)

@@ -10,7 +10,7 @@ import msgspec
 from loraplex.adapters.manifest import SlabLayout
 from loraplex.server.engine.executor import MemoryLine
 from loraplex.server.engine.memory.eviction import EvictionReason
-from loraplex.server.protocol import GenerateRequest, TokenEvent
+from loraplex.server.protocol import ErrorCode, GenerateRequest, TokenEvent
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag="su"):
@@ -94,11 +94,12 @@ class EncodePicture(msgspec.Struct, frozen=True, array_like=True, tag="ep"):
 
 
 class PictureFailed(msgspec.Struct, frozen=True, array_like=True, tag="pf"):
-    """Answers PicturesWanted: there are no patches. Sequences that wait for the picture end in
-    `invalid_image` with this message."""
+    """Answers PicturesWanted: there are no patches. Sequences that wait for the picture end in this
+    error with this message."""
 
     picture: str
     message: str
+    error: ErrorCode = "invalid_image"
 
 
 class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="sd"):

@@ -1,4 +1,4 @@
-"""The worker's HTTP face: model card, uploads, WebSocket for routers, health, metrics."""
+"""The worker's HTTP face: model card, uploads, pictures, WebSocket for routers, health, metrics."""
 
 import hmac
 
@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from loraplex.server.worker.connections import RouterConnection
+from loraplex.server.worker.pictures.face import receive_picture
 from loraplex.server.worker.upload_face import UploadFace
 from loraplex.server.worker.worker import Worker
 
@@ -18,8 +19,8 @@ _RETRY = {"Retry-After": "1"}
 
 
 class WorkerApp:
-    """Routes. `/card`, `/uploads` and `/connect` need the secret; health and metrics show no
-    secrets.
+    """Routes. `/card`, `/uploads`, `/pictures` and `/connect` need the secret; health and metrics
+    show no secrets.
     """
 
     def __init__(self, worker: Worker, secret: str, uploads: UploadFace) -> None:
@@ -41,6 +42,7 @@ class WorkerApp:
         own = [
             Route("/card", self.card),
             Route("/uploads/{digest}", self.upload, methods=["PUT"]),
+            Route("/pictures/{digest}", self.picture, methods=["PUT"]),
             WebSocketRoute("/connect", self.connect),
         ]
         app, watched = Starlette(routes=[*open_to_all, *own]), Starlette(routes=open_to_all)
@@ -78,6 +80,14 @@ class WorkerApp:
 
     async def upload(self, request: Request) -> Response:
         return self._refusal(request) or await self._uploads.receive(request)
+
+    async def picture(self, request: Request) -> Response:
+        refusal = self._refusal(request)
+        if refusal is not None:
+            return refusal
+        if self._worker.pictures is None:
+            return JSONResponse({"error": "the model reads no pictures"}, 404)
+        return await receive_picture(request, self._worker.pictures)
 
     async def connect(self, websocket: WebSocket) -> None:
         refusal = self._refusal(websocket)

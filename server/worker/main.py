@@ -122,6 +122,8 @@ async def _serve(
         prepared.merger.close()
         prepared.syncing.shutdown(wait=False, cancel_futures=True)
         await supervisor.close()
+        if worker.pictures is not None:
+            await worker.pictures.close()
         await asyncio.wait([tasks["http"]])
         for task in tasks.values():
             task.cancel()

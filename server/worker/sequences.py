@@ -50,15 +50,15 @@ class Identity(NamedTuple):
 class _Live:
     """A sequence in the engine. connection None: its router is gone, the abort is on its way."""
 
-    __slots__ = ("adapter", "connection", "identity", "next_index")
+    __slots__ = ("adapter", "connection", "identity", "next_index", "with_pictures")
 
-    def __init__(
-        self, connection: int | None, identity: Identity, next_index: int, adapter: str | None
-    ) -> None:
-        self.adapter = adapter
+    def __init__(self, connection: int | None, request: GenerateRequest) -> None:
+        self.adapter = request.adapter
         self.connection = connection
-        self.identity = identity
-        self.next_index = next_index
+        self.identity = Identity(request.request_id, request.attempt, request.choice)
+        self.next_index = len(request.accepted_ids)
+        # Kept for its pictures alone.
+        self.with_pictures = request if request.pictures else None
 
 
 class DuplicateSequence(ValueError):
@@ -100,11 +100,18 @@ class SequenceTable:
             return None
         key = self._next_key
         self._next_key += 1
-        identity = Identity(request.request_id, request.attempt, request.choice)
-        first = len(request.accepted_ids)
-        self._live[key] = _Live(connection, identity, first, request.adapter)
+        live = self._live[key] = _Live(connection, request)
+        identity = live.identity
         requests.setdefault((identity.request_id, identity.attempt), choices)[identity.choice] = key
         return key
+
+    def asker(self, key: int) -> tuple[int, GenerateRequest] | None:
+        """The connection and the request of a sequence with pictures; None = its router is gone, or
+        it has ended."""
+        live = self._live.get(key)
+        if live is None or live.connection is None or live.with_pictures is None:
+            return None
+        return live.connection, live.with_pictures
 
     def by_adapter(self) -> Counter[str]:
         """Live sequences of each adapter that has any."""

@@ -40,6 +40,9 @@ from loraplex.server.worker.adapters.merging import Merger
 from loraplex.server.worker.adapters.slab_saver import SlabSaver
 from loraplex.server.worker.known_engine import KnownEngine
 from loraplex.server.worker.metrics import WorkerMetrics
+from loraplex.server.worker.pictures.decoder import PictureDecoder
+from loraplex.server.worker.pictures.segments import remove_stale
+from loraplex.server.worker.pictures.service import PictureService
 from loraplex.server.worker.process.device import (
     ChosenDevice,
     DeviceError,
@@ -284,4 +287,9 @@ def _worker(
     metrics.adapter_limit.labels("host").set(engine.host_arena_bytes)
     loads = AdapterService(store, loading, reading, merger, metrics)
     orders = AdapterOrders(tier, store.has, reading, known)
-    return Worker(engine.max_waiting, worker_id, card, known, loads, tier, orders, metrics)
+    worker = Worker(engine.max_waiting, worker_id, card, known, loads, tier, orders, metrics)
+    if card.vision is not None:
+        extras.require("PIL")
+        remove_stale()
+        worker.pictures = PictureService(PictureDecoder(card.vision), known.to_engine)
+    return worker

@@ -18,6 +18,7 @@ from loraplex.server.protocol import (
     ErrorCode,
     GenerateRequest,
     Inspect,
+    VisionCard,
 )
 
 MAX_ID_LENGTH = 256
@@ -102,15 +103,17 @@ def _check_source(ref: AdapterRef, token: str | None) -> AdapterError | None:
     return None
 
 
-def check_request(request: GenerateRequest, max_context: int) -> FrameRefusal | None:
-    """Why this sequence cannot be taken, or None; only this sequence ends."""
+def check_request(
+    request: GenerateRequest, max_context: int, vision: VisionCard | None
+) -> FrameRefusal | None:
+    """Why this sequence cannot be taken, or None; only this sequence ends. vision: of the model."""
     if len(request.prompt_ids) > max_context:
         message = (
             f"the prompt has {len(request.prompt_ids)} tokens; prompt and output together can have"
             f" at most {max_context}"
         )
         return FrameRefusal("context_length", message)
-    problem = _check_envelope(request)
+    problem = _check_envelope(request) or _check_pictures(request, vision)
     return FrameRefusal("invalid_request", problem) if problem else None
 
 
@@ -125,4 +128,21 @@ def _check_envelope(request: GenerateRequest) -> str | None:
         return f"salt must have at most {MAX_SALT_LENGTH} characters"
     if len(request.tenant) > MAX_ID_LENGTH:
         return f"tenant must have at most {MAX_ID_LENGTH} characters"
+    return None
+
+
+def _check_pictures(request: GenerateRequest, vision: VisionCard | None) -> str | None:
+    free = 0
+    for span in request.pictures:
+        if vision is None:
+            return "the model reads no pictures"
+        if not _DIGEST.fullmatch(span.picture):
+            return "a picture must be a digest of 64 hexadecimal digits"
+        if min(span.grid) < 1 or span.length != vision.tokens(span.grid):
+            return f"a picture's grid {span.grid} does not make {span.length} tokens"
+        end = span.start + span.length
+        held = request.prompt_ids[span.start : end]
+        if span.start < free or held != [vision.token_id] * span.length:
+            return f"the prompt has no place for a picture at {span.start}"
+        free = end
     return None

@@ -22,6 +22,8 @@ from loraplex.server.engine.messages import (
     EngineReady,
     FromEngine,
     NeedSlab,
+    PicturesWanted,
+    PictureTaken,
     SlabReleased,
     StartProgress,
     StepOutput,
@@ -38,6 +40,7 @@ from loraplex.server.protocol import (
     GenerateRequest,
     Inspect,
     ModelCard,
+    PicturesMissing,
     RouterFrame,
     WorkerFrame,
     WorkerHello,
@@ -57,6 +60,7 @@ from loraplex.server.worker.connections import (
 from loraplex.server.worker.inspector import Inspector
 from loraplex.server.worker.known_engine import KnownEngine
 from loraplex.server.worker.metrics import LookupTier, WorkerMetrics
+from loraplex.server.worker.pictures.service import PictureService
 from loraplex.server.worker.sequences import ByConnection, DuplicateSequence, SequenceTable, refusal
 from loraplex.server.worker.start_log import StartLog
 from loraplex.server.worker.validation import (
@@ -78,8 +82,11 @@ State = Literal["starting", "ready", "engine_lost", "draining"]
 class Worker:
     """Implements `EngineListener` and `FrameHandler`.
 
-    capacity: sequences taken at once.
+    capacity: sequences taken at once. pictures: set before the engine starts; None = the model
+    reads none.
     """
+
+    pictures: PictureService | None = None
 
     def __init__(
         self,
@@ -209,7 +216,7 @@ class Worker:
             return "draining", "the worker is draining"
         if not self.takes_work:
             return "overloaded", "the engine is being started again, or is silent"
-        return check_request(request, self._max_context)
+        return check_request(request, self._max_context, self._base_card.vision)
 
     def _refuse(
         self, connection: RouterConnection, request: GenerateRequest, error: ErrorCode, message: str
@@ -297,6 +304,22 @@ class Worker:
             self._staging.need(frame.digest)
         elif isinstance(frame, SlabReleased):
             self._staging.released(frame)
+        elif isinstance(frame, PicturesWanted):
+            self._ask_for_pictures(frame)
+        elif isinstance(frame, PictureTaken) and self.pictures is not None:
+            self.pictures.taken(frame)
+
+    def _ask_for_pictures(self, frame: PicturesWanted) -> None:
+        """Has pictures decoded that the engine waits for. Their router is asked for files that are
+        not here."""
+        asker = self._table.asker(frame.key)
+        if asker is None or self.pictures is None:
+            return
+        number, request = asker
+        missing = self.pictures.wanted(request, frame.pictures)
+        if missing and number in self._connections:
+            identity = (request.request_id, request.attempt, request.choice)
+            self._connections[number].send(PicturesMissing(*identity, missing))
 
     def engine_lost(self, reason: str) -> None:
         """End each of the engine's sequences with one terminal event; routers try again
@@ -304,6 +327,8 @@ class Worker:
         """
         self._start = StartLog(time.monotonic())
         self._staging.engine_lost()
+        if self.pictures is not None:
+            self.pictures.engine_lost()
         self._engine.lost()
         self._suspected = False
         self._orders.engine_lost()

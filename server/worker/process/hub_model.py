@@ -38,6 +38,7 @@ from loraplex.server.model.checkpoint.model_files import (
     without_config,
     without_weights,
 )
+from loraplex.server.model.checkpoint.processor_files import FILES as PROCESSOR_FILES
 from loraplex.server.model.checkpoint.sentence_files import (
     DENSE_WEIGHTS,
     LENGTH_FILE,
@@ -54,6 +55,7 @@ DOWNLOADS = 8
 METADATA_FILES = (
     CONFIG_FILE,
     "generation_config.json",
+    *PROCESSOR_FILES,
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",

@@ -196,16 +196,16 @@ def request(
     ],
 )
 def test_requests_that_are_refused(bad: GenerateRequest, says: str) -> None:
-    refused = check_request(bad, 1 << 20)
+    refused = check_request(bad, 1 << 20, None)
     assert refused is not None
     assert refused.error == "invalid_request"
     assert says in refused.message
 
 
 def test_requests_that_are_taken() -> None:
-    assert check_request(request(adapter=DIGEST, seed=(1 << 64) - 1), 8) is None
-    assert check_request(request(prompt=8), 8) is None
-    refused = check_request(request(prompt=9), 8)
+    assert check_request(request(adapter=DIGEST, seed=(1 << 64) - 1), 8, None) is None
+    assert check_request(request(prompt=8), 8, None) is None
+    refused = check_request(request(prompt=9), 8, None)
     assert refused is not None
     assert refused.error == "context_length"
 

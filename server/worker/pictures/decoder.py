@@ -1,0 +1,105 @@
+"""Decodes pictures in processes of their own, each tenant in turn."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+
+import msgspec
+
+from loraplex.adapters.common.turns import LineFull, Room, Turns, WorkTurn
+from loraplex.adapters.helpers.helper import Helper, HelperStopped, HelperUnavailable
+from loraplex.adapters.helpers.pool import HelperPool
+from loraplex.server.protocol import ErrorCode, Grid, VisionCard
+from loraplex.server.worker.pictures.jobs import (
+    CPU_SECONDS,
+    MEMORY_BYTES,
+    DecodeJob,
+    DecodeOutcome,
+)
+from loraplex.server.worker.pictures.patches import write_patches
+from loraplex.server.worker.pictures.segments import PatchSegment
+
+PROCESSES = 2
+_MODULE = "loraplex.server.worker.pictures.decoding"
+_TIMEOUT_S = 60.0
+_KIND = "picture"
+_MAX_LINE = 1024
+_AROUND_BYTES = 4096  # a fault's words
+
+
+class NoPatches(Exception):
+    """A picture has no patches; code, message: of the sequences that wait for it."""
+
+    def __init__(self, code: ErrorCode, message: str) -> None:
+        super().__init__(message)
+        self.code: ErrorCode = code
+        self.message = message
+
+
+class PictureDecoder:
+    """Makes patches of files. Processes start when first needed."""
+
+    def __init__(self, card: VisionCard) -> None:
+        self._card = card
+        most = _AROUND_BYTES + 3 * card.most_resized_pixels
+        begin = msgspec.json.encode(card)
+        helpers = [Helper(_MODULE, begin, _TIMEOUT_S, most) for _ in range(PROCESSES)]
+        self._pool = HelperPool(helpers, "picture")
+        rooms = {_KIND: Room(PROCESSES, max(1, PROCESSES - 1), _MAX_LINE)}
+        self._turns: Turns[asyncio.Future[None]] = Turns(rooms)
+
+    async def patches(self, data: bytes, grid: Grid, tenant: str, is_batch: bool) -> PatchSegment:
+        """Decodes a file into shared memory. Raises NoPatches."""
+        job = msgspec.msgpack.encode(DecodeJob(data, grid))
+        try:
+            async with self._turn(tenant, is_batch):
+                reply = await self._pool.ask(job)
+            outcome = msgspec.msgpack.decode(reply, type=DecodeOutcome)
+            if outcome.fault is not None:
+                raise NoPatches("invalid_image", outcome.fault)
+            return await asyncio.to_thread(self._written, outcome.pixels, grid)
+        except HelperStopped as error:
+            message = (
+                f"the picture takes more than {CPU_SECONDS:g} s of processor time or "
+                f"{MEMORY_BYTES >> 20} MiB of memory to decode"
+            )
+            raise NoPatches("invalid_image", message) from error
+        except LineFull as error:
+            raise NoPatches("overloaded", "too many pictures wait to be decoded") from error
+        except (HelperUnavailable, OSError, ValueError) as error:
+            message = f"pictures cannot be decoded now: {error}"
+            raise NoPatches("overloaded", message) from error
+
+    async def close(self) -> None:
+        """Ends the processes."""
+        await self._pool.close()
+
+    @asynccontextmanager
+    async def _turn(self, tenant: str, is_batch: bool) -> AsyncIterator[None]:
+        """A turn of the tenant's. Raises LineFull."""
+        begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        turn = WorkTurn(_KIND, tenant, is_batch, 1, begun)
+        self._turns.join(turn)
+        self._begin()
+        try:
+            await begun
+            yield
+        finally:
+            self._turns.leave(turn)
+            self._begin()
+
+    def _begin(self) -> None:
+        for turn in self._turns.begin():
+            if not turn.work.done():
+                turn.work.set_result(None)
+
+    def _written(self, pixels: bytes, grid: Grid) -> PatchSegment:
+        """Puts a resized picture's patches into shared memory. Raises OSError, ValueError."""
+        segment = PatchSegment(grid[0] * grid[1] * grid[2], self._card.columns)
+        try:
+            segment.fill(partial(write_patches, pixels, grid, self._card))
+        except ValueError:
+            segment.remove()
+            raise
+        return segment

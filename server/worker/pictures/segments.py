@@ -1,0 +1,49 @@
+"""Files in shared memory that carry patches from the worker to the engine."""
+
+import contextlib
+import fcntl
+import mmap
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+_FOLDER = Path("/dev/shm")
+_PREFIX = "loraplex-picture-"
+
+
+class PatchSegment:
+    """A file of float32 `[rows, columns]`, until `remove`. It is locked as long as its maker lives.
+    Raises OSError when there is no room."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        self.name = _PREFIX + secrets.token_hex(16)
+        self.rows, self.columns = rows, columns
+        self._fd = os.open(_FOLDER / self.name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_SH)
+            os.posix_fallocate(self._fd, 0, 4 * rows * columns)
+        except OSError:
+            self.remove()
+            raise
+
+    def fill(self, write: Callable[[npt.NDArray[np.float32]], None]) -> None:
+        """Has `write` put the numbers into the file."""
+        memory = mmap.mmap(self._fd, 4 * self.rows * self.columns)
+        write(np.frombuffer(memory, np.float32).reshape(self.rows, self.columns))
+
+    def remove(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(_FOLDER / self.name)
+        os.close(self._fd)
+
+
+def remove_stale() -> None:
+    """Removes files whose makers were killed."""
+    for path in _FOLDER.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()

@@ -1,0 +1,76 @@
+"""Vision cards against transformers' reading of the same files."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from loraplex.server.model.checkpoint.processor_files import TowerForm, read_vision_card
+
+TOWER = TowerForm(1176, 2, 7)
+KIND = {"image_processor_type": "Qwen2VLImageProcessor"}
+
+
+def written(folder: Path, given: dict[str, Any], name: str = "preprocessor_config.json") -> Path:
+    (folder / "config.json").write_text(json.dumps({"vision_start_token_id": 5}))
+    (folder / name).write_text(json.dumps(given))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"min_pixels": 3136, "max_pixels": 12845056},
+        {"size": {"shortest_edge": 1000, "longest_edge": 90000}},
+        {"size": {"shortest_edge": 1000, "longest_edge": 90000}, "max_pixels": 80000},
+        {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.25, 1]},
+    ],
+)
+def test_numbers_are_those_of_transformers(tmp_path: Path, given: dict[str, Any]) -> None:
+    card = read_vision_card(written(tmp_path, KIND | given), TOWER)
+    processor = Qwen2VLImageProcessorPil.from_pretrained(tmp_path)
+    size = processor.size
+    assert (card.min_pixels, card.max_pixels) == (size["shortest_edge"], size["longest_edge"])
+    assert (list(card.mean), list(card.std)) == (
+        list(processor.image_mean),
+        list(processor.image_std),
+    )
+    assert (card.patch_size, card.merge_size) == (processor.patch_size, processor.merge_size)
+    assert card.temporal_patch_size == processor.temporal_patch_size
+    assert (card.opens_id, card.token_id, card.closes_id) == (5, 7, 151653)
+
+
+def test_the_nested_file_goes_first(tmp_path: Path) -> None:
+    written(tmp_path, KIND | {"max_pixels": 4000})
+    written(tmp_path, {"image_processor": KIND | {"max_pixels": 5000}}, "processor_config.json")
+    assert read_vision_card(tmp_path, TOWER).max_pixels == 5000
+    written(tmp_path, {"processor_class": "Qwen2_5_VLProcessor"}, "processor_config.json")
+    assert read_vision_card(tmp_path, TOWER).max_pixels == 4000
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"image_processor_type": "CLIPImageProcessor"}, "CLIPImageProcessor.* is not known"),
+        (KIND | {"do_rescale": False}, "do_rescale must be True"),
+        (KIND | {"resample": 2}, "resample must be 3"),
+        (KIND | {"rescale_factor": 1.0}, "rescale_factor must be 1/255"),
+        (KIND | {"patch_size": 16}, "do not suit a tower"),
+        (KIND | {"patch_size": "14"}, "patch_size must be a positive number"),
+        (KIND | {"image_std": [0, 1, 1]}, "out of range"),
+        (KIND | {"image_mean": [0, 1]}, "three numbers"),
+        (KIND | {"min_pixels": 9000, "max_pixels": 8000}, "out of range"),
+    ],
+)
+def test_what_differs_is_refused_by_name(tmp_path: Path, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        read_vision_card(written(tmp_path, given), TOWER)
+
+
+def test_a_model_without_the_file_has_no_card(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="missing"):
+        read_vision_card(tmp_path, TOWER)

@@ -1,0 +1,60 @@
+"""Decoded patches against transformers' processor, bit by bit."""
+
+import io
+
+import msgspec
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from loraplex.server.protocol import VisionCard, read_picture_head
+from loraplex.server.worker.pictures.decoding import outcome
+from loraplex.server.worker.pictures.jobs import DecodeJob
+from loraplex.server.worker.pictures.patches import write_patches
+from tests.server.pictures.cards import QWEN
+from tests.server.pictures.files import MODES, written
+
+SMALL = msgspec.structs.replace(QWEN, max_pixels=50000)
+
+
+def patches_of(data: bytes, card: VisionCard) -> tuple[np.ndarray, tuple[int, int, int]]:
+    head = read_picture_head(data)
+    grid = card.grid(head.width, head.height)
+    found = outcome(DecodeJob(data, grid), card)
+    assert found.fault is None
+    patches = np.full((grid[1] * grid[2], card.columns), np.nan, np.float32)
+    write_patches(found.pixels, grid, card, patches)
+    return patches, grid
+
+
+def expected(data: bytes, card: VisionCard) -> tuple[np.ndarray, tuple[int, ...]]:
+    size = {"shortest_edge": card.min_pixels, "longest_edge": card.max_pixels}
+    processor = Qwen2VLImageProcessorPil(size=size)
+    picture = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    made = processor(picture, return_tensors="np")
+    return made["pixel_values"], tuple(made["image_grid_thw"][0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"), [(kind, mode) for kind, modes in MODES.items() for mode in modes]
+)
+def test_every_mode_is_read_as_by_transformers(kind: str, mode: str) -> None:
+    sizes = ((28, 28), (57, 83), (300, 41), (3, 200), (500, 401))
+    for seed, (width, height) in enumerate(sizes):
+        data = written(kind, mode, width, height, seed)
+        patches, grid = patches_of(data, SMALL)
+        wanted, wanted_grid = expected(data, SMALL)
+        assert grid == wanted_grid
+        assert SMALL.tokens(grid) == grid[1] * grid[2] // 4
+        np.testing.assert_array_equal(patches, wanted)
+
+
+@pytest.mark.parametrize("orientation", range(2, 9))
+def test_turned_pictures_stand_upright(orientation: int) -> None:
+    for kind in ("JPEG", "PNG", "WEBP"):
+        data = written(kind, "RGB", 90, 61, 1, orientation)
+        patches, grid = patches_of(data, QWEN)
+        wanted, wanted_grid = expected(data, QWEN)
+        assert grid == wanted_grid
+        np.testing.assert_array_equal(patches, wanted)

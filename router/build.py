@@ -25,6 +25,7 @@ from loraplex.router.files.store import FileStore
 from loraplex.router.generation.answerer import Answerer
 from loraplex.router.generation.dispatcher import Dispatcher, DispatchLimits
 from loraplex.router.generation.division import AnswerParts
+from loraplex.router.generation.prompts import PromptMakers
 from loraplex.router.generation.sequence import Retries
 from loraplex.router.generation.tokenise import Tokeniser
 from loraplex.router.http.body import BodyLimits
@@ -55,6 +56,9 @@ from loraplex.router.operations.state_metrics import (
     watch_state,
 )
 from loraplex.router.operations.workers import AdapterWorkers
+from loraplex.router.pictures.fetcher import PictureFetcher
+from loraplex.router.pictures.held import HeldPictures
+from loraplex.router.pictures.reader import PictureReader
 from loraplex.router.policy.front_door import FrontDoor
 from loraplex.router.policy.placement.attempts import Quarantine, RetryBudget
 from loraplex.router.policy.queue.queue_limits import QueueLimits
@@ -113,6 +117,8 @@ class _Ground:
     catalog: Catalog
     use: AdapterUse
     sandbox: TemplateSandbox
+    reader: PictureReader
+    pictures: HeldPictures
     background: Background
     errors: CallerErrors
     body_limits: BodyLimits
@@ -192,6 +198,8 @@ def _ground(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -> _Gro
         catalog=catalog,
         use=AdapterUse(time.time),
         sandbox=TemplateSandbox(),
+        reader=_reader(config),
+        pictures=HeldPictures(),
         background=Background(),
         errors=CallerErrors(metrics),
         body_limits=BodyLimits(config.max_body_bytes, config.body_timeout_s),
@@ -223,6 +231,13 @@ def _bases(
     return Bases([base(name) for name in base_names(config)])
 
 
+def _reader(config: RouterConfig) -> PictureReader:
+    try:
+        return PictureReader(PictureFetcher(config.picture_hosts))
+    except AdapterError as error:
+        raise RouterConfigError(str(error)) from None
+
+
 def _shelf(config: RouterConfig) -> UploadShelf:
     return UploadShelf(upload_folder(config.upload.store, config.cache_dir), config.upload.disk)
 
@@ -247,6 +262,7 @@ def _dispatcher(ground: _Ground, tokeniser: Tokeniser) -> Dispatcher:
         tokeniser=tokeniser,
         limits=_dispatch_limits(ground.config),
         use=ground.use,
+        pictures=ground.pictures,
         retries=_retries(ground.config),
     )
 
@@ -326,6 +342,7 @@ def _connections(ground: _Ground, admin: AdapterAdmin) -> Connections:
         cards=CardStore(ground.config.cache_dir),
         listener=Membership(ground.bases, ground.roster, admin, ground.background),
         courier=UploadCourier(ground.shelf),
+        pictures=ground.pictures,
     )
     return Connections(ground.roster, ground.config.workers, new_client)
 
@@ -354,7 +371,7 @@ def _dispatch_limits(config: RouterConfig) -> DispatchLimits:
 def _tokeniser(ground: _Ground) -> Tokeniser:
     config = ground.config
     parts = AnswerParts(config.tool_format, config.reasoning_format, config.unread_tools)
-    return Tokeniser(ground.sandbox, parts, config.grammar)
+    return Tokeniser(PromptMakers(ground.sandbox, ground.reader), parts, config.grammar)
 
 
 def _keeper(ground: _Ground, rollouts: Rollouts) -> RolloutKeeper:

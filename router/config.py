@@ -80,6 +80,12 @@ class RouterConfig:
         min=1,
     )
     reader_timeout_s: float = fixed(60.0)
+    picture_hosts: tuple[str, ...] = option(
+        (),
+        "host whose images requests may name by https URL: HOST, at public addresses, or HOST:PORT,"
+        " at any (default: none; data URLs alone)",
+        flag="picture-host",
+    )
     max_queue: int = option(1024, "sequences waiting for a worker", min=1)
     max_queue_bytes: int = fixed(256 << 20)
     max_tenant_queue: int | None = option(

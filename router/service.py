@@ -97,6 +97,7 @@ class Service:
                 yield
         finally:
             await self.sandbox.close()
+            await self.tokeniser.makers.reader.close()
             await asyncio.to_thread(self.tokeniser.shapes.close)
             await asyncio.to_thread(self.tracing.close)
 

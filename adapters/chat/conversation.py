@@ -123,8 +123,9 @@ DEFAULT_OPTIONS = TemplateOptions()
 
 def shaped(messages: Collection[Mapping[str, Any]], form: MessageForm) -> list[Message]:
     """Messages in the form that a template reads. messages: `role`, `content` (text, parts of type
-    `text`, or None) and, where there are any, `name`, `tool_call_id`, `tool_calls` (arguments as
-    text or object) and `reasoning_content`.
+    `text` or `image`, or None) and, where there are any, `name`, `tool_call_id`, `tool_calls`
+    (arguments as text or object) and `reasoning_content`. Raises TemplateFault for pictures where
+    the template reads texts alone.
     """
     return [_shaped(message, form) for message in messages]
 
@@ -249,6 +250,9 @@ def _content(content: str | list[dict[str, Any]], role: str, form: MessageForm) 
     if not isinstance(content, str):
         if role in form.lists:
             return content
+        if any(part["type"] == "image" for part in content):
+            message = f"the chat template reads no images in messages of the role {role!r}"
+            raise TemplateFault(message, "unsupported")
         content = "\n".join(part["text"] for part in content)
     return [{"type": "text", "text": content}] if role in form.only_lists else content
 

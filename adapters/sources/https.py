@@ -4,9 +4,7 @@ A host's name is resolved once for each file, its addresses are judged, and the 
 the address that was judged. No redirect is followed, no proxy asked, no credential sent.
 """
 
-import ipaddress
 import re
-import socket
 import ssl
 import tempfile
 import time
@@ -17,6 +15,14 @@ from pathlib import Path
 import httpx
 
 from loraplex.adapters.common.authorities import trusted_context
+from loraplex.adapters.common.web_hosts import (
+    MAX_ADDRESSES,
+    PORT,
+    Lookup,
+    is_public,
+    listed_host,
+    look_up,
+)
 from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.peft.config import CONFIG_FILE
 from loraplex.adapters.peft.files import SIDE_FILES
@@ -33,21 +39,8 @@ from loraplex.adapters.sources.partial import RemoteBytes, range_start
 from loraplex.adapters.violations import Findings, invalid
 
 DEFAULT_TIMEOUT_S = 10.0
-PORT = 443
-MAX_ADDRESSES = 4
 _FILES = (CONFIG_FILE, WEIGHTS_FILE, *SIDE_FILES)
 _LENGTH = re.compile(r"[0-9]{1,18}")
-_HOST = re.compile(r"([a-z0-9](?:[a-z0-9.-]*[a-z0-9])?)(?::([0-9]{1,5}))?")
-# Nobody says what stands behind a translated address.
-_TRANSLATED = ipaddress.ip_network("64:ff9b::/96")
-
-Lookup = Callable[[str, int], Sequence[str]]
-
-
-def look_up(host: str, port: int) -> Sequence[str]:
-    """The addresses of a host. Raises OSError."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return [str(entry[4][0]) for entry in found]
 
 
 class HttpsSource(PinnedSource):
@@ -66,7 +59,7 @@ class HttpsSource(PinnedSource):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(clock)
-        self._hosts = dict(map(_allowed, hosts))
+        self._hosts = dict(listed_host(host, "--https-host") for host in hosts)
         self._lookup = lookup
         self._client = httpx.Client(
             verify=certificates or trusted_context(),
@@ -171,35 +164,16 @@ class HttpsSource(PinnedSource):
             addresses = self._lookup(host, port)
         except (OSError, UnicodeError):
             raise unreachable(ref) from None
-        if not self._check(ref) and not all(map(_is_public, addresses)):
+        if not self._check(ref) and not all(map(is_public, addresses)):
             message = f"{shown_name(ref)}: its host has a private address (--https-host HOST:PORT)"
             raise AdapterError("forbidden", message)
         return addresses[:MAX_ADDRESSES]
-
-
-def _allowed(text: str) -> tuple[tuple[str, int], bool]:
-    """(host, port) and whether its address may be private, from one item of the option."""
-    match = _HOST.fullmatch(text)
-    port = int(match[2] or PORT) if match else 0
-    if match is None or not 0 < port < 1 << 16:
-        message = f"--https-host {text!r}: expected host or host:port, in lower case"
-        raise AdapterError("bad_ref", message)
-    return (match[1], port), match[2] is not None
 
 
 def _place(ref: AdapterRef) -> tuple[str, int, str]:
     server, _, path = ref.name.partition("/")
     host, _, port = server.partition(":")
     return host, int(port or PORT), path
-
-
-def _is_public(text: str) -> bool:
-    address = ipaddress.ip_address(text.partition("%")[0])
-    if isinstance(address, ipaddress.IPv6Address):
-        inner = address.ipv4_mapped or address.sixtofour or (address.teredo or (None, None))[1]
-        if inner is not None or address in _TRANSLATED:
-            return False
-    return address.is_global and not address.is_multicast
 
 
 def _check_answer(answer: httpx.Response, ref: AdapterRef) -> None:

@@ -264,6 +264,15 @@ def _say_limits(components: dict[str, Schema], limits: ApiLimits) -> None:
     part = components["ContentPart"]
     part["properties"] = {"type": {"const": "text"}, "text": _TEXT}
     part["required"] = ["type", "text"]
+    shown = components["MessagePart"]
+    address = {"anyOf": [{"$ref": "#/components/schemas/ImageUrl"}, _TEXT]}
+    picture = {"type": {"const": "image_url"}, "image_url": address}
+    shown["properties"] = {}
+    shown["required"] = ["type"]
+    shown["anyOf"] = [
+        {"properties": part["properties"], "required": part["required"]},
+        {"properties": picture, "required": ["type", "image_url"]},
+    ]
     _say_tools(components)
     forms = components["StructuredOutputs"]["properties"]
     forms["disable_additional_properties"] = {"enum": [None, False]}

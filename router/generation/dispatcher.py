@@ -16,6 +16,7 @@ import msgspec
 
 from loraplex.adapters.errors import AdapterError
 from loraplex.router.api.request.formatter import ApiRequest
+from loraplex.router.api.request.pictures import check_given, without_pictures
 from loraplex.router.call import (
     DIGEST_HEADER,
     AdapterChoice,
@@ -41,6 +42,7 @@ from loraplex.router.generation.way_in import (
 from loraplex.router.names.catalog import Catalog
 from loraplex.router.names.served import ServedAdapter
 from loraplex.router.names.use import AdapterUse
+from loraplex.router.pictures.held import HeldPictures
 from loraplex.router.policy.queue.waiting import WaitingQueue
 from loraplex.router.policy.rollout import sticky_value
 from loraplex.router.telemetry.observer import RequestObserver
@@ -91,8 +93,10 @@ class Dispatcher:
         tokeniser: Tokeniser,
         limits: DispatchLimits,
         use: AdapterUse,
+        pictures: HeldPictures,
         retries: Retries,
     ) -> None:
+        self._pictures = pictures
         self.draining = False
         self._live: Counter[str] = Counter()  # by tenant
         self._batches: Counter[str] = Counter()
@@ -158,7 +162,8 @@ class Dispatcher:
             generation = self._run(
                 authorised, resolved, tokenised, admitted, fleet, deadline, observer, held
             )
-        return Started(generation, read.parsed)
+        slim = msgspec.structs.replace(read.parsed, call=without_pictures(read.parsed.call))
+        return Started(generation, slim)
 
     async def _begin(
         self, arrived: ArrivedRequest, read: Read[ApiRequest]
@@ -174,6 +179,7 @@ class Dispatcher:
         model = read.base.require_for(authorised.caller)
         if read.is_certain:
             check_early(authorised.call, model.card)
+            check_given(authorised.call, model.card)
         return authorised, model
 
     async def prompts(
@@ -332,9 +338,8 @@ class Dispatcher:
     ) -> TokenisedRequest:
         """Turns a request into the tasks that workers compute. Raises RequestError."""
         prompts = await self._prompts(authorised, resolved, observer)
-        return await self._tokeniser.tokenise(
-            authorised.call, resolved.model, resolved.adapter, prompts
-        )
+        call = without_pictures(authorised.call)
+        return await self._tokeniser.tokenise(call, resolved.model, resolved.adapter, prompts)
 
     async def _admit(
         self,
@@ -353,9 +358,12 @@ class Dispatcher:
         self._check_quarantine(resolved, tokenised)
         count = tokenised.num_sequences
         nbytes = BYTES_A_TOKEN * authorised.call.best_of * tokenised.num_prompt_tokens
+        nbytes += tokenised.picture_bytes
         self._check_room(fleet.queue, authorised.tenant, count, nbytes)
         room = fleet.queue.promise(authorised.tenant, count, nbytes)
         held.callback(fleet.queue.release, room)
+        files = (file for task in tokenised.tasks for file in task.prompt.files)
+        held.callback(self._pictures.hold(files))
         head = _head(authorised, resolved, tokenised, charge)
         tokens = (tokenised.num_prompt_tokens, tokenised.most_output_tokens)
         await charge.admit(head.adapter_digest, *tokens)
@@ -425,7 +433,8 @@ class Dispatcher:
         now = asyncio.get_running_loop().time()
         acting, base = resolved.acting, resolved.model.card.base_digest
         for task in tokenised.tasks:
-            if quarantine.holds(fingerprint(base, acting, task.prompt.ids, task.sampling), now):
+            asked = (task.prompt.ids, task.prompt.pictures, task.sampling)
+            if quarantine.holds(fingerprint(base, acting, *asked), now):
                 raise RequestQuarantined
 
     def _check_room(

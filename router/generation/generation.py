@@ -146,6 +146,7 @@ class Generation:
             vocab_size=self.model.new_vocab_size,
             tenant=self._context.tenant,
             adapter_scale=1.0 if adapter is None else adapter.scale,
+            pictures=task.prompt.pictures,
         )
         slot = task.index * call.best_of + choice
         stream = self._stream_of(task, choice)

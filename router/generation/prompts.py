@@ -4,7 +4,7 @@ Runs on the event loop; long texts are rendered and encoded in threads.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -15,12 +15,20 @@ from loraplex.adapters.chat.conversation import (
     choose_template,
 )
 from loraplex.adapters.manifest import AdapterTemplate
+from loraplex.router.api.request.pictures import (
+    GivenPicture,
+    bare,
+    in_messages,
+    in_text,
+    placed,
+)
 from loraplex.router.call import Api, GenerationCall, RequestError
+from loraplex.router.pictures.reader import Picture, PictureReader
 from loraplex.router.text.detokenizer import Detokenizer
 from loraplex.router.text.model import TextModel
 from loraplex.router.text.template_sandbox import TemplateSandbox
 from loraplex.router.text.templates import template_error
-from loraplex.server.protocol import SamplingParams
+from loraplex.server.protocol import PictureSpan, SamplingParams, VisionCard
 
 # Characters of a text that is cut: what is cut off costs memory all the same.
 MAX_ENCODED = 4 << 20
@@ -30,7 +38,8 @@ class Prompt(msgspec.Struct, frozen=True):
     """A prompt as the model reads it. text: as given or rendered (of token ids: decoded). parts:
     one for each id, where logprobs of the prompt are asked for. detokenizer: has read the
     prompt, which an answer follows. rendered: of a chat. second: place of the first token of a
-    pair's second text; None = the model marks none. spans: as of PromptInfo.
+    pair's second text; None = the model marks none. spans: as of PromptInfo. pictures: whose
+    placeholders are among the ids; files: of those pictures.
     """
 
     text: str
@@ -40,23 +49,34 @@ class Prompt(msgspec.Struct, frozen=True):
     rendered: Rendered = Rendered("")
     second: int | None = None
     spans: Sequence[tuple[int, int]] = ()
+    pictures: tuple[PictureSpan, ...] = ()
+    files: tuple[Picture, ...] = ()
+
+
+class PromptMakers(NamedTuple):
+    """Renderer of adapters' chat templates, and reader of pictures."""
+
+    sandbox: TemplateSandbox
+    reader: PictureReader
 
 
 async def build_prompts(
     call: GenerationCall,
     model: TextModel,
     template: AdapterTemplate | None,
-    sandbox: TemplateSandbox,
+    makers: PromptMakers,
 ) -> list[Prompt]:
     """Builds the call's prompts, in order. template: the adapter's own, in place of the base's.
 
-    Raises RequestError (template_error, context_length, invalid, unsupported).
+    Raises RequestError (template_error, context_length, invalid, invalid_image, unsupported).
     """
     if call.messages is not None:
         return [
-            await _chat_prompt(call, messages, model, template, sandbox)
+            await _chat_prompt(call, messages, model, template, makers)
             for messages in (call.messages, *call.further)
         ]
+    if call.api == "lorax" and model.card.vision is not None:
+        return [await _marked_prompt(call, model, model.card.vision, makers.reader)]
     size = sum(len(prompt) for prompt in call.prompts)
     return await model.turns.run(
         size, lambda: [_build(call, model, prompt) for prompt in call.prompts]
@@ -68,15 +88,70 @@ async def _chat_prompt(
     messages: list[dict[str, Any]],
     model: TextModel,
     template: AdapterTemplate | None,
-    sandbox: TemplateSandbox,
+    makers: PromptMakers,
 ) -> Prompt:
+    vision, pictures = model.card.vision, list[Picture]()
+    if vision is not None and (given := in_messages(messages)):
+        pictures = await makers.reader.read(_as_in_body(call, given), model, vision)
+        messages = bare(messages)
     try:
-        found = await render_messages(messages, call.template, model, template, sandbox)
+        found = await render_messages(messages, call.template, model, template, makers.sandbox)
     except RequestError as error:
         raise error.spelled(_CHAT_FIELDS.get(call.api, {})) from error
     text = found.text
     prompt = await model.turns.run(len(text), lambda: _encode(call, model, text, _PARAM[call.api]))
+    prompt = _with_pictures(call, model, prompt, pictures)
     return msgspec.structs.replace(prompt, rendered=found)
+
+
+async def _marked_prompt(
+    call: GenerationCall, model: TextModel, vision: VisionCard, reader: PictureReader
+) -> Prompt:
+    """Builds the prompt of a text that may mark pictures."""
+    marked, ids = str(call.prompts[0]), (vision.opens_id, vision.token_id, vision.closes_id)
+    place = "".join(model.token(token_id) or "" for token_id in ids)
+    given, text = await model.turns.run(
+        len(marked), lambda: in_text(marked, _PARAM[call.api], place)
+    )
+    pictures = await reader.read(given, model, vision)
+    prompt = await model.turns.run(len(text), lambda: _encode(call, model, text, _PARAM[call.api]))
+    return _with_pictures(call, model, prompt, pictures)
+
+
+def _as_in_body(call: GenerationCall, given: list[GivenPicture]) -> list[GivenPicture]:
+    """Names pictures as the caller can find them: other bodies are no chat's."""
+    if call.api == "chat":
+        return given
+    return [
+        GivenPicture(one.url, f"{_PARAM[call.api]}, image {i}") for i, one in enumerate(given, 1)
+    ]
+
+
+def _with_pictures(
+    call: GenerationCall, model: TextModel, prompt: Prompt, pictures: list[Picture]
+) -> Prompt:
+    """Gives each picture its tokens in a prompt that has one place for each. Raises RequestError
+    (invalid, unsupported).
+    """
+    vision = model.card.vision
+    if vision is None or not pictures:
+        return prompt
+    lengths = [vision.tokens(picture.grid) for picture in pictures]
+    if _kept(call, model, len(prompt.ids) + sum(lengths) - len(lengths)) != slice(None):
+        message = "a prompt with images is not cut"
+        raise RequestError("unsupported", message, param=_PARAM[call.api])
+    try:
+        ids, parts, starts = placed(prompt.ids, prompt.parts, lengths, vision)
+    except ValueError as error:
+        message = f"{error}: a text spells an image's token, or the chat template leaves images out"
+        raise RequestError("invalid", message, param=_PARAM[call.api]) from None
+    spans = [
+        PictureSpan(start, length, picture.digest, picture.grid)
+        for start, length, picture in zip(starts, lengths, pictures, strict=True)
+    ]
+    return msgspec.structs.replace(
+        prompt, ids=ids, parts=parts, pictures=tuple(spans), files=tuple(pictures)
+    )
 
 
 def resolve_sampling(call: GenerationCall, model: TextModel, prompt: Prompt) -> SamplingParams:

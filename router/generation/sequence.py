@@ -29,6 +29,7 @@ from loraplex.router.workers.session import Credit, WorkerLost, WorkerSession
 from loraplex.server.protocol import (
     ErrorCode,
     GenerateRequest,
+    PictureSpan,
     SamplingParams,
     TokenEvent,
     VectorParams,
@@ -58,7 +59,11 @@ class Retries:
 
 
 def fingerprint(
-    base: str, adapter: str | None, prompt_ids: list[int], sampling: SamplingParams
+    base: str,
+    adapter: str | None,
+    prompt_ids: list[int],
+    pictures: Sequence[PictureSpan],
+    sampling: SamplingParams,
 ) -> bytes:
     """Makes a key that is equal for requests that are the same to a worker, whatever their caller
     and seed.
@@ -66,7 +71,9 @@ def fingerprint(
     base: its digest. adapter: as of `GenerateRequest.acting`.
     """
     return hashlib.blake2b(
-        encode((base, adapter, prompt_ids, sampling)), digest_size=16, person=b"quarantine"
+        encode((base, adapter, prompt_ids, pictures, sampling)),
+        digest_size=16,
+        person=b"quarantine",
     ).digest()
 
 
@@ -93,6 +100,17 @@ class RunContext(msgspec.Struct, frozen=True):
     salt: str = ""
     drafts: str | None = None
     session: str = ""
+
+
+def ids_with_pictures(request: GenerateRequest) -> Sequence[int]:
+    """The prompt's ids, with a number of its own for each picture in place of the first
+    placeholder."""
+    if not request.pictures:
+        return request.prompt_ids
+    ids = list(request.prompt_ids)
+    for span in request.pictures:
+        ids[span.start] = int(span.picture[:15], 16)
+    return ids
 
 
 class SequenceRun:
@@ -209,7 +227,7 @@ class SequenceRun:
         adapter = self._context.adapter
         digest = "" if adapter is None else adapter.digest
         request = self._request
-        prefixes = prefix_keys(request.salt, request.acting or "", request.prompt_ids)
+        prefixes = prefix_keys(request.salt, request.acting or "", ids_with_pictures(request))
         if session := self._context.session:
             prefixes = (session_key(self._context.tenant, session), *prefixes)
         if adapter is None:
@@ -295,8 +313,8 @@ class SequenceRun:
 
     def _quarantine(self) -> None:
         request = self._request
-        base = self._context.base_digest
-        mark = fingerprint(base, request.acting, request.prompt_ids, request.sampling)
+        asked = (request.prompt_ids, request.pictures, request.sampling)
+        mark = fingerprint(self._context.base_digest, request.acting, *asked)
         self._context.retries.quarantine.add(mark, asyncio.get_running_loop().time())
         self._observer.quarantined()
         logger.error("request %s killed the workers that it ran on", request.request_id)

@@ -11,12 +11,14 @@ import msgspec
 
 from loraplex.adapters.grammar.limits import GrammarLimits
 from loraplex.adapters.manifest import AdapterManifest
+from loraplex.router.api.request.pictures import check_given
 from loraplex.router.call import GenerationCall, RequestError, VectorCall
 from loraplex.router.generation.division import AnswerParts, PartsOfAnswers
 from loraplex.router.generation.ends import AnswerEnds
 from loraplex.router.generation.held_shapes import AnswerShapes
 from loraplex.router.generation.prompts import (
     Prompt,
+    PromptMakers,
     build_prompts,
     render_messages,
     resolve_sampling,
@@ -36,7 +38,6 @@ from loraplex.router.parts.division import Division
 from loraplex.router.policy.quota import UNSTATED_TOKENS
 from loraplex.router.text.adapter_models import AdapterModels
 from loraplex.router.text.model import TextModel
-from loraplex.router.text.template_sandbox import TemplateSandbox
 from loraplex.router.tools.registry import DEFAULT
 from loraplex.server.protocol import PairForm, SamplingParams, VectorParams
 
@@ -98,6 +99,11 @@ class TokenisedRequest(msgspec.Struct, frozen=True):
         return sum(len(task.prompt.ids) for task in self.tasks)
 
     @property
+    def picture_bytes(self) -> int:
+        """Bytes of the pictures' files, which are kept until the request ends."""
+        return sum(len(file.data) for task in self.tasks for file in task.prompt.files)
+
+    @property
     def most_output_tokens(self) -> int:
         """The most that may come, or what is reserved where nobody said it."""
         cap = None if self.call.max_tokens is not None else UNSTATED_TOKENS
@@ -107,16 +113,14 @@ class TokenisedRequest(msgspec.Struct, frozen=True):
 
 class Tokeniser:
     """Turns calls into the tasks that workers compute. ends, shapes: of answers, kept by their
-    content.
+    content. makers: of prompts.
     """
 
-    def __init__(
-        self, sandbox: TemplateSandbox, parts: AnswerParts, grammars: GrammarLimits
-    ) -> None:
-        self.ends = AnswerEnds(sandbox)
+    def __init__(self, makers: PromptMakers, parts: AnswerParts, grammars: GrammarLimits) -> None:
+        self.ends = AnswerEnds(makers.sandbox)
         self.shapes = AnswerShapes(grammars)
         self._models = AdapterModels()
-        self._sandbox = sandbox
+        self.makers = makers
         self._parts = parts
 
     async def model_of(self, base: TextModel, manifest: AdapterManifest | None) -> TextModel:
@@ -127,16 +131,17 @@ class Tokeniser:
         self, call: GenerationCall, model: TextModel, adapter: ServedAdapter | None
     ) -> list[Prompt]:
         """Builds the call's prompts, in order. Raises as `build_prompts`."""
+        check_given(call, model.card)
         template = None if adapter is None else adapter.manifest.template
         if call.vector is not None:
             vector = call.vector
             if call.messages is not None:
-                chat = (call.messages, call.template, model, template, self._sandbox)
+                chat = (call.messages, call.template, model, template, self.makers.sandbox)
                 text = (await render_messages(*chat)).text
                 call = msgspec.structs.replace(call, prompts=(text,))
             return await _texts_read(call, vector, model)
         call = self._parts.prepared(call)
-        return await build_prompts(call, model, template, self._sandbox)
+        return await build_prompts(call, model, template, self.makers)
 
     async def tokenise(
         self,

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from starlette.types import Scope
 
+from loraplex.router.api.request.pictures import bare
 from loraplex.router.call import GenerationCall
 from loraplex.router.telemetry.request import NoTrace, RequestInHand, Value, begin
 from loraplex.router.telemetry.tracing import Tracing
@@ -69,7 +70,7 @@ def note_call(request: RequestInHand, call: GenerationCall, tenant: str, base_na
     if call.max_tokens is not None:
         request.notes["gen_ai.request.max_tokens"] = call.max_tokens
     if request.keeps_prompts:
-        asked = call.prompts if call.messages is None else call.messages
+        asked = call.prompts if call.messages is None else bare(call.messages)
         request.notes["loraplex.prompt"] = json.dumps(asked, default=str)[:MAX_PROMPT_CHARS]
 
 

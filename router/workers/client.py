@@ -44,6 +44,14 @@ class Courier(Protocol):
         ...
 
 
+class PictureCourier(Protocol):
+    """Brings the files of pictures to workers."""
+
+    async def deliver(self, worker: str, secret: str, digests: Sequence[str]) -> None:
+        """Sends pictures to a worker's HTTP address. Raises NotBrought."""
+        ...
+
+
 class WorkerListener(Protocol):
     """Hears of a worker's comings and goings."""
 
@@ -87,6 +95,7 @@ class WorkerClient:
         cards: CardStore,
         listener: WorkerListener,
         courier: Courier,
+        pictures: PictureCourier,
     ) -> None:
         self.url = url.rstrip("/")
         self.session: WorkerSession | None = None
@@ -99,6 +108,7 @@ class WorkerClient:
         self._cards = cards
         self._listener = listener
         self._courier = courier
+        self._pictures = pictures
 
     async def run(self) -> None:
         delay = _FIRST_DELAY_S
@@ -165,9 +175,12 @@ class WorkerClient:
                 refusal = self._listener.accept_worker(hello)
             if refusal is not None:
                 raise CardError(refusal)
-            supply = partial(self._courier.deliver, _http(self.url), self._secret)
+            place = (_http(self.url), self._secret)
+            supply = partial(self._courier.deliver, *place)
+            bring = partial(self._pictures.deliver, *place)
             changed = partial(self._listener.worker_changed, base)
-            self.base, self.session = base, WorkerSession(socket, hello, changed, supply, base)
+            session = WorkerSession(socket, hello, changed, supply, bring, base)
+            self.base, self.session = base, session
             self.card = msgspec.structs.replace(
                 card, tokenizer_json="", chat_template=None, named_templates={}
             )

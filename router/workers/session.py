@@ -10,7 +10,7 @@ import logging
 import struct
 import termios
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Literal
 
 import msgspec
@@ -18,6 +18,7 @@ from websockets.asyncio.client import ClientConnection
 
 from loraplex.adapters.manifest import AdapterManifest
 from loraplex.router.names.served import Origin
+from loraplex.router.pictures.held import NotBrought
 from loraplex.router.policy.placement.liveness import Hearing, Liveness
 from loraplex.router.policy.placement.workers import WorkerView
 from loraplex.router.workers.loads import (
@@ -39,6 +40,7 @@ from loraplex.server.protocol import (
     GenerateRequest,
     Inspect,
     OrderAction,
+    PicturesMissing,
     RouterFrame,
     StepEvents,
     TokenEvent,
@@ -56,6 +58,8 @@ _PROBE_INTERVAL_S = 0.5
 
 Sink = Callable[[TokenEvent], None]
 Spend = Callable[[DeviceCost], None]
+# Sends the worker the files of pictures, by their digests. Raises NotBrought.
+Bring = Callable[[Sequence[str]], Awaitable[None]]
 SequenceKey = tuple[str, int, int]
 Tier = Literal["none", "device", "loading", "fetched", "absent"]
 
@@ -162,7 +166,8 @@ class WorkerSession:
     """One connection to a worker, from its hello to its end.
 
     `on_change` is called, once a frame, when room, readiness or residency may have changed.
-    `supply`: see `ConnectionLoads`. base: the name of the base that the worker serves.
+    `supply`: see `ConnectionLoads`. `bring` sends the worker the files of pictures. base: the name
+    of the base that the worker serves.
     """
 
     def __init__(
@@ -171,6 +176,7 @@ class WorkerSession:
         hello: WorkerHello,
         on_change: Callable[[], None],
         supply: Supply,
+        bring: Bring,
         base: str = "",
     ) -> None:
         self.hello = hello
@@ -184,6 +190,8 @@ class WorkerSession:
         self._loads = ConnectionLoads(self._send, supply)
         self.view.admitted = self._loads.admitted
         self._orders = ConnectionOrders(self._send)
+        self._bring = bring
+        self._bringing: set[asyncio.Task[None]] = set()
         self._hinted: set[str] = set()  # since the last status
         self.pictures = WorkerPictures(self._send)
         self._outbox: deque[bytes] = deque()
@@ -379,6 +387,10 @@ class WorkerSession:
                 self._orders.on_report(frame)
             elif isinstance(frame, WorkerPicture):
                 self.pictures.on_picture(frame)
+            elif isinstance(frame, PicturesMissing):
+                bringing = asyncio.create_task(self._bring_pictures(frame))
+                self._bringing.add(bringing)
+                bringing.add_done_callback(self._bringing.discard)
             else:
                 raise ProtocolFault("a second hello")
 
@@ -405,6 +417,18 @@ class WorkerSession:
                 live.sink(event)
         if freed:
             self._on_change()
+
+    async def _bring_pictures(self, frame: PicturesMissing) -> None:
+        """Sends pictures that a sequence waits for. Without them it goes on elsewhere."""
+        key = (frame.request_id, frame.attempt, frame.choice)
+        try:
+            await self._bring(frame.pictures)
+        except NotBrought as error:
+            live = self._live.get(key)
+            if live is not None and live.sink is not None:
+                sink = live.sink
+                self.abandon(*key)
+                sink(lost(*key, str(error), "overloaded"))
 
     def _break(self, key: SequenceKey, live: _Live, event: TokenEvent) -> None:
         """Ends an attempt whose tokens were lost or repeated on the way; the next one resumes."""

@@ -12,6 +12,7 @@ from loraplex.router.api.request.chat_messages import (
     ContentPart,
     FunctionCall,
     Message,
+    MessagePart,
     MessageToolCall,
     join_assistant,
     text_part,
@@ -20,21 +21,35 @@ from loraplex.router.api.request.chat_messages import (
 from loraplex.router.api.request.known_elsewhere import unsupported
 
 Speaker = Literal["user", "assistant", "system"]
-Texts = str | list[ContentPart]
+Shown = str | list[MessagePart]
 
 
-class ResultPart(ContentPart, frozen=True):
-    """A text, or the name of a tool that the model may use now: it sees all tools anyway."""
+class ImageSource(msgspec.Struct, frozen=True):
+    """The place of a picture: data of a media type, or an address. Files are not served."""
 
+    type: str
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
+
+
+class ResultPart(msgspec.Struct, frozen=True):
+    """A text, a picture, or the name of a tool that the model may use now: it sees all tools
+    anyway."""
+
+    type: str
+    text: str | None = None
     tool_name: str | None = None
+    source: ImageSource | None = None
 
 
 class InputBlock(msgspec.Struct, frozen=True):
-    """`text`, `thinking`, `redacted_thinking` (of which nothing can be read), `tool_use` or
-    `tool_result`: of the other kinds none is served.
+    """`text`, `image`, `thinking`, `redacted_thinking` (of which nothing can be read), `tool_use`
+    or `tool_result`: of the other kinds none is served.
 
     Fields that are not here are ignored: clients send blocks of an answer back with all that they
-    had, and what is cached does not depend on `cache_control`. content, is_error: of a result.
+    had, and what is cached does not depend on `cache_control`. source: of a picture. content,
+    is_error: of a result.
     """
 
     type: str
@@ -44,6 +59,7 @@ class InputBlock(msgspec.Struct, frozen=True):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
+    source: ImageSource | None = None
     content: str | list[ResultPart] | None = None
     is_error: bool | None = None
 
@@ -63,26 +79,30 @@ class _Placed(msgspec.Struct, frozen=True):
 
 # Blocks that one speaker alone may send.
 _SPEAKERS: dict[str, Speaker] = {
+    "image": "user",
     "thinking": "assistant",
     "redacted_thinking": "assistant",
     "tool_use": "assistant",
     "tool_result": "user",
 }
-_KNOWN = "`text`, `thinking`, `tool_use` and `tool_result` are"
+_KNOWN = "`text`, `image`, `thinking`, `tool_use` and `tool_result` are"
+_SHOWN = ("text", "image")
 
 
-def messages_of(system: Texts | None, turns: list[Turn]) -> list[dict[str, Any]]:
-    """Messages for the template. Texts of one speaker that stand together are one message's.
+def messages_of(system: str | list[ContentPart] | None, turns: list[Turn]) -> list[dict[str, Any]]:
+    """Messages for the template. Shown and pictures of one speaker that stand together are one
+    message's.
 
     Raises RequestError.
     """
     messages: list[Message] = []
     if system:
-        messages.append(Message("system", _joined(_texts(system, "system"))))
+        texts = [system] if isinstance(system, str) else _texts(system, "system")
+        messages.append(Message("system", _joined(MessagePart("text", text) for text in texts)))
     blocks = [placed for i, turn in enumerate(turns) for placed in _blocks(turn, f"messages[{i}]")]
-    for (role, kind), group in groupby(blocks, lambda placed: (placed.role, placed.block.type)):
-        if kind == "text":
-            _add_text(messages, role, _joined(map(_text, group)))
+    for (role, is_shown), group in groupby(blocks, _kind):
+        if is_shown:
+            _add_shown(messages, role, _joined(map(_part, group)))
         else:
             for placed in group:
                 _add(messages, placed)
@@ -110,7 +130,15 @@ def _blocks(turn: Turn, where: str) -> Iterator[_Placed]:
         yield _Placed(turn.role, block, f"{where}[{i}]")
 
 
-def _add_text(messages: list[Message], role: Speaker, content: Texts) -> None:
+def _kind(placed: _Placed) -> tuple[Speaker, bool]:
+    """Returns who says a block, and whether it is a text or a picture. Raises RequestError."""
+    kind = placed.block.type
+    speaker = _SPEAKERS.get(kind, placed.role)
+    require(placed.role == speaker, f"only of the role {speaker!r}", f"{placed.where}.type")
+    return placed.role, kind in _SHOWN
+
+
+def _add_shown(messages: list[Message], role: Speaker, content: Shown) -> None:
     if role == "assistant":
         join_assistant(messages, "content", content)
     else:
@@ -122,8 +150,6 @@ def _add(messages: list[Message], placed: _Placed) -> None:
     if block.type not in _SPEAKERS:
         kind = f"content of type {block.type[:40]!r} is not known, {_KNOWN}"
         raise unsupported(f"{where}.type", kind)
-    speaker = _SPEAKERS[block.type]
-    require(placed.role == speaker, f"only of the role {speaker!r}", f"{where}.type")
     if block.type == "thinking":
         join_assistant(messages, "reasoning_content", _said(block, "thinking", where))
     elif block.type == "redacted_thinking":
@@ -141,43 +167,62 @@ def _call(block: InputBlock, where: str) -> MessageToolCall:
     return MessageToolCall(function, _said(block, "id", where))
 
 
-def _result(block: InputBlock, where: str) -> Texts:
-    """Returns the texts of a tool's result. One that failed says so in its text: templates know of
-    no such mark.
+def _result(block: InputBlock, where: str) -> Shown:
+    """Returns the texts and pictures of a tool's result. One that failed says so in its text:
+    templates know of no such mark.
     """
     where = f"{where}.content"
-    content: Texts = ""
-    if isinstance(block.content, str):
-        content = block.content
-    elif block.content:
-        content = [_part(part, f"{where}[{i}]") for i, part in enumerate(block.content)]
-    texts = _texts(content, where)
+    given = block.content or ""
+    if isinstance(given, str):
+        parts = [MessagePart("text", given)]
+    else:
+        parts = [_result_part(part, f"{where}[{i}]") for i, part in enumerate(given)]
     if block.is_error:
-        texts[0] = f"Error: {texts[0]}"
-    return _joined(texts)
+        text = MessagePart("text", f"Error: {parts[0].text or ''}")
+        parts[: parts[0].type == "text"] = [text]
+    return _joined(parts)
 
 
-def _part(part: ResultPart, where: str) -> ContentPart:
-    if part.type != "tool_reference":
-        return part
-    require(part.tool_name is not None, "expected a text", f"{where}.tool_name")
-    return ContentPart("text", part.tool_name)
+def _result_part(part: ResultPart, where: str) -> MessagePart:
+    if part.type == "image":
+        return _picture(part.source, where)
+    if part.type == "tool_reference":
+        require(part.tool_name is not None, "expected a text", f"{where}.tool_name")
+        return MessagePart("text", part.tool_name)
+    return MessagePart("text", text_part(ContentPart(part.type, part.text), where)["text"])
 
 
-def _texts(content: Texts, where: str) -> list[str]:
-    if isinstance(content, str):
-        return [content]
+def _texts(content: list[ContentPart], where: str) -> list[str]:
     return [text_part(part, f"{where}[{i}]")["text"] for i, part in enumerate(content)]
 
 
-def _text(placed: _Placed) -> str:
-    return _said(placed.block, "text", placed.where)
+def _part(placed: _Placed) -> MessagePart:
+    if placed.block.type == "image":
+        return _picture(placed.block.source, placed.where)
+    return MessagePart("text", _said(placed.block, "text", placed.where))
 
 
-def _joined(texts: Iterable[str]) -> Texts:
-    """Joins texts: a list of one is the same as the text."""
-    found = list(texts)
-    return found[0] if len(found) == 1 else [ContentPart("text", text) for text in found]
+def _picture(source: ImageSource | None, where: str) -> MessagePart:
+    """Returns a picture as parts of a chat have it: its data as a URL. Raises RequestError."""
+    where = f"{where}.source"
+    require(source is not None, "expected an object", where)
+    assert source is not None
+    if source.type == "url":
+        require(source.url is not None, "expected a text", f"{where}.url")
+        return MessagePart("image_url", image_url=source.url)
+    if source.type != "base64":
+        raise unsupported(f"{where}.type", "`base64` and `url` are known")
+    require(source.data is not None, "expected a text", f"{where}.data")
+    media_type = source.media_type or "image/unknown"
+    return MessagePart("image_url", image_url=f"data:{media_type};base64,{source.data}")
+
+
+def _joined(parts: Iterable[MessagePart]) -> Shown:
+    """Joins parts: a list of one text is the same as the text."""
+    found = list(parts)
+    if len(found) == 1 and found[0].text is not None:
+        return found[0].text
+    return found
 
 
 def _said(block: InputBlock, name: str, where: str) -> str:

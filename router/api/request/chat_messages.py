@@ -11,11 +11,26 @@ from loraplex.router.call import RequestError
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 
 
+class ImageUrl(msgspec.Struct, frozen=True):
+    """A picture. url: a data URL, or where the picture is."""
+
+    url: str
+
+
 class ContentPart(msgspec.Struct, frozen=True):
-    """A part of a message. OpenAI has further types; `text` alone is served."""
+    """A part of a text."""
 
     type: str
     text: str | None = None
+
+
+class MessagePart(ContentPart, frozen=True):
+    """A part of a message: `text` or `image_url`. OpenAI has further types, which are not served.
+
+    image_url: the address may stand there as it is.
+    """
+
+    image_url: ImageUrl | str | None = None
 
 
 class FunctionCall(msgspec.Struct, frozen=True):
@@ -44,7 +59,7 @@ class Message(msgspec.Struct, frozen=True):
     """
 
     role: Role
-    content: str | list[ContentPart] | None = None
+    content: str | list[MessagePart] | None = None
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[MessageToolCall] | None = None
@@ -57,7 +72,7 @@ class Message(msgspec.Struct, frozen=True):
 
 def to_template(messages: list[Message], where: str = "messages") -> list[dict[str, Any]]:
     """Converts messages to plain dicts for `loraplex.adapters.chat.conversation.shaped`; null
-    fields are left out.
+    fields are left out. Parts with pictures have their addresses still.
 
     Raises RequestError.
     """
@@ -148,15 +163,27 @@ def _content(message: Message, where: str) -> str | list[dict[str, Any]] | None:
     if isinstance(content, str):
         return content
     require(content, "expected at least one part", f"{where}.content")
-    return [text_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
+    return [_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
 
 
-def text_part(part: ContentPart, param: str) -> dict[str, Any]:
+def _part(part: MessagePart, param: str) -> dict[str, Any]:
+    """Returns a part of a message as templates read it; a picture has its address and its place in
+    the body. Raises RequestError.
+    """
+    if part.type != "image_url":
+        return text_part(part, param, "send text or an `image_url`")
+    given = part.image_url
+    url = given.url if isinstance(given, ImageUrl) else given
+    require(url is not None, "expected `image_url`", param)
+    return {"type": "image", "url": url, "where": f"{param}.image_url"}
+
+
+def text_part(part: ContentPart, param: str, hint: str = "send text") -> dict[str, Any]:
     """Returns a part of a message as templates read it. Raises RequestError for what is no text."""
     if part.type != "text":
         raise RequestError(
             "unsupported",
-            f"`{param}`: content of type {part.type[:40]!r} is not supported: send text",
+            f"`{param}`: content of type {part.type[:40]!r} is not supported: {hint}",
             param=param,
         )
     require(part.text is not None, "expected `text`", param)

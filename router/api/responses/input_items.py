@@ -9,6 +9,7 @@ from loraplex.router.api.request.body import require
 from loraplex.router.api.request.chat_messages import (
     FunctionCall,
     Message,
+    MessagePart,
     MessageToolCall,
     Role,
     join_assistant,
@@ -18,15 +19,20 @@ from loraplex.router.api.request.known_elsewhere import unsupported
 from loraplex.router.api.responses.items import SHELL, custom_arguments, shell_arguments
 
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
+_PICTURE = "input_image"
 _REFERENCE = "send the item itself"
 
 
 class InputPart(msgspec.Struct, frozen=True):
-    """A text: of the other kinds that OpenAI has, none is served. refusal: of type `refusal`."""
+    """A text, or a picture by its address: of the other kinds that OpenAI has, none is served.
+    refusal: of type `refusal`. image_url, file_id: of type `input_image`; the latter is refused.
+    """
 
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: str | None = None
+    file_id: str | None = None
 
 
 class InputItem(msgspec.Struct, frozen=True):
@@ -127,16 +133,27 @@ def _call_id(item: InputItem, kind: str, where: str) -> str:
 def _reasoning(item: InputItem, where: str) -> str:
     content, summary = item.content, item.summary
     if content:
-        return _content(content, f"{where}.content")
+        return content if isinstance(content, str) else _joined(content, f"{where}.content")
     return _joined(summary or (), f"{where}.summary")
 
 
-def _content(content: str | list[InputPart] | None, where: str) -> str:
-    """Parts are joined by line breaks, as those of a chat are."""
+def _content(content: str | list[InputPart] | None, where: str) -> str | list[MessagePart]:
+    """Texts are joined by line breaks, as those of a chat are, unless pictures stand among them."""
     if isinstance(content, str):
         return content
-    require(content, "expected a text or a list of at least one text part", where)
-    return _joined(content or (), where)
+    require(content, "expected a text or a list of at least one part", where)
+    parts = content or ()
+    if all(part.type != _PICTURE for part in parts):
+        return _joined(parts, where)
+    return [_shown(part, f"{where}[{i}]") for i, part in enumerate(parts)]
+
+
+def _shown(part: InputPart, where: str) -> MessagePart:
+    if part.type != _PICTURE:
+        return MessagePart("text", _part(part, where))
+    if part.file_id is not None:
+        raise unsupported(f"{where}.file_id", "send the picture as `image_url`")
+    return MessagePart("image_url", image_url=_text(part.image_url, f"{where}.image_url"))
 
 
 def _joined(parts: Sequence[InputPart], where: str) -> str:
@@ -145,7 +162,9 @@ def _joined(parts: Sequence[InputPart], where: str) -> str:
 
 def _part(part: InputPart, where: str) -> str:
     if part.type not in _TEXTS:
-        raise unsupported(where, f"content of type {part.type[:40]!r} is not known: send text")
+        raise unsupported(
+            where, f"content of type {part.type[:40]!r} is not known: send text or `input_image`"
+        )
     name = "refusal" if part.type == "refusal" else "text"
     return _text(getattr(part, name), f"{where}.{name}")
 

@@ -86,7 +86,7 @@ class QueueCapacity:
         self._taken.add(count, nbytes)
         own = self._tenants[tenant]
         own.add(count, nbytes)
-        if not own.count:
+        if not own.count and not own.nbytes:
             del self._tenants[tenant]
 
     def of(self, tenant: str) -> QueueSize:

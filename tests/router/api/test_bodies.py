@@ -203,7 +203,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
     (CHAT, {"messages": [{"role": "assistant", "refusal": 1}]}, "messages[0].refusal"),
     (CHAT, content([]), "messages[0].content"),
     (CHAT, content([{"type": "text"}]), "messages[0].content[0]"),
-    (CHAT, content([{"type": "image_url", "image_url": {"url": "http://x"}}]), "messages[0]"),
+    (CHAT, content([{"type": "image_url"}]), "messages[0]"),
     (CHAT, content([{"type": "input_audio"}]), "messages[0]"),
     (CHAT, {"messages": [{"role": "user", "content": "x"}] * 4097}, "messages"),
     (CHAT, {"logprobs": 3}, "logprobs"),

@@ -128,7 +128,7 @@ def test_messages(message: dict[str, Any], rendered: dict[str, Any]) -> None:
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "messages[0].content[0]",
-            "send text",
+            "expected `image_url`",
         ),
         ({"surprise": 1}, "surprise", "Unrecognized"),
     ],

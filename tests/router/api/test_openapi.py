@@ -25,6 +25,7 @@ from tests.router.fake_worker import BASE_NAME, FakeWorker
 from tests.router.serving import Running, running_router
 
 DOCUMENT = openapi_document("1.2.3")
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
 
 
 def nodes(value: Any) -> Iterator[dict[str, Any]]:
@@ -193,6 +194,9 @@ def schema_of(document: dict[str, Any], *way: str) -> Draft202012Validator:
         ({"messages": [{"role": "assistant", "content": None, "refusal": "no"}]}, True),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, False),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}, True),
+        ({"messages": [{"role": "user", "content": [PICTURE]}]}, True),
+        ({"messages": [{"role": "user", "content": [PICTURE | {"image_url": "x"}]}]}, True),
+        ({"messages": [{"role": "user", "content": [PICTURE | {"image_url": 3}]}]}, False),
     ],
 )
 def test_what_is_described_is_what_is_parsed(body: dict[str, Any], is_good: bool) -> None:

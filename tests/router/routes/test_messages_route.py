@@ -94,10 +94,11 @@ async def test_errors(router: Running, path: str) -> None:
     assert missing.status_code == 404
     assert missing.json()["error"]["type"] == "not_found_error"
     assert missing.json()["request_id"] == missing.headers["request-id"]
-    image = [{"role": "user", "content": [{"type": "image", "source": {}}]}]
+    source = {"type": "url", "url": "https://a.b/c.png"}
+    image = [{"role": "user", "content": [{"type": "image", "source": source}]}]
     refused = await ask(router, path, messages=image)
     assert refused.status_code == 400
-    assert "messages[0].content[0].type" in refused.json()["error"]["message"]
+    assert "reads no images" in refused.json()["error"]["message"]
     assert (await router.client.get(f"/v1/messages{path}")).json()["type"] == "error"
 
 

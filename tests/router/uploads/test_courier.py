@@ -17,6 +17,7 @@ from loraplex.adapters.sources.upload import UploadSource
 from loraplex.adapters.uploads.shelf import UploadShelf
 from loraplex.router.uploads.courier import UploadCourier
 from loraplex.server.worker.app import WorkerApp
+from loraplex.server.worker.pictures.service import PictureService
 from loraplex.server.worker.upload_face import UploadFace
 from loraplex.server.worker.worker import Worker
 from tests.adapters.uploads.bodies import FILES, archive, unpacked
@@ -26,10 +27,13 @@ LIMIT = 1 << 20
 
 
 @asynccontextmanager
-async def worker_with(shelf: UploadShelf) -> AsyncIterator[str]:
+async def worker_with(
+    shelf: UploadShelf, pictures: PictureService | None = None
+) -> AsyncIterator[str]:
     """The address of a worker's HTTP face."""
     face = UploadFace(shelf, LIMIT)
-    app = WorkerApp(Mock(spec=Worker), SECRET, face).build()
+    worker = Mock(spec=Worker, pictures=pictures)
+    app = WorkerApp(worker, SECRET, face).build()
     config = uvicorn.Config(app, lifespan="off", log_config=None, access_log=False)
     server = uvicorn.Server(config)
     # The socket listens before the server does: nobody has to wait for the start.

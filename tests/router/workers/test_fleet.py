@@ -69,8 +69,8 @@ async def test_a_worker_that_reads_nothing_is_left(monkeypatch: pytest.MonkeyPat
     aborted = asyncio.Event()
     socket = SimpleNamespace(transport=SimpleNamespace(abort=aborted.set))
     hello = WorkerHello("w", 1, "0" * 64, 64)
-    supply = cast(Supply, None)
-    session = WorkerSession(cast(ClientConnection, socket), hello, lambda: None, supply)
+    supply, bring = cast(Supply, None), cast(worker_session.Bring, None)
+    session = WorkerSession(cast(ClientConnection, socket), hello, lambda: None, supply, bring)
     events: list[TokenEvent] = []
     request = GenerateRequest("r", 0, 0, None, [1], [], SamplingParams(), 1)
     session.submit(request, events.append, lambda cost: None)

@@ -1,0 +1,134 @@
+"""Pictures as requests give them: by data URLs and addresses, among messages or texts. Pure."""
+
+import base64
+import binascii
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from loraplex.router.call import GenerationCall, RequestError
+from loraplex.server.protocol import ModelCard, VisionCard
+
+MAX_PICTURES = 128
+# LoRAX's form of a picture in a text.
+_MARKED = re.compile(r"!\[[^\]]*\]\(((?:data:image/|https?://)[^\s)]+)\)")
+_DATA = re.compile(r"data:image/[\w.+-]+;base64,")
+
+Messages = list[dict[str, Any]]
+
+
+class GivenPicture(msgspec.Struct, frozen=True):
+    """A picture of a request. url: its data, or where it is. where: its place in the body."""
+
+    url: str
+    where: str
+
+
+def in_messages(messages: Messages) -> list[GivenPicture]:
+    """Finds the pictures of a conversation, in order."""
+    parts = (part for message in messages for part in _parts(message))
+    return [GivenPicture(part["url"], part["where"]) for part in parts if part["type"] == "image"]
+
+
+def bare(messages: Messages) -> Messages:
+    """The messages as templates read them: where a picture stands, and no more of it."""
+    return [
+        {**message, "content": [_bare(part) for part in parts]} if parts else message
+        for message in messages
+        for parts in (_parts(message),)
+    ]
+
+
+def without_pictures(call: GenerationCall) -> GenerationCall:
+    """The call without the data of its pictures."""
+    if call.messages is None:
+        return call
+    further = tuple(bare(messages) for messages in call.further)
+    return msgspec.structs.replace(call, messages=bare(call.messages), further=further)
+
+
+def in_text(text: str, where: str, place: str) -> tuple[list[GivenPicture], str]:
+    """Finds the pictures that a text marks as `![](URL)`, in order. Returns also the text with
+    `place` for each, as the model reads it. Raises RequestError for too many.
+    """
+    given: list[GivenPicture] = []
+
+    def found(match: re.Match[str]) -> str:
+        given.append(GivenPicture(match[1], where))
+        return place
+
+    text = _MARKED.sub(found, text)
+    _check_count(given)
+    return given, text
+
+
+def check_given(call: GenerationCall, card: ModelCard) -> None:
+    """Checks that the model reads the pictures of a call. Raises RequestError."""
+    conversations = () if call.messages is None else (call.messages, *call.further)
+    given = [picture for messages in conversations for picture in in_messages(messages)]
+    if not given:
+        return
+    where = given[0].where
+    if card.vision is None:
+        problem = f"the model {card.names[0]} reads no images"
+    elif call.vector is not None:
+        problem = "vectors are of texts alone, not of images"
+    else:
+        _check_count(given)
+        return
+    raise RequestError("unsupported", f"`{where}`: {problem}", param=where)
+
+
+def _check_count(given: Sequence[GivenPicture]) -> None:
+    if len(given) > MAX_PICTURES:
+        where = given[0].where
+        problem = f"a request has at most {MAX_PICTURES} images, got {len(given)}"
+        raise RequestError("unsupported", f"`{where}`: {problem}", param=where)
+
+
+def data_of(url: str) -> bytes | None:
+    """The bytes of a data URL; None for a URL of another kind. Raises ValueError."""
+    if not url.startswith("data:"):
+        return None
+    match = _DATA.match(url)
+    if match is None:
+        raise ValueError("expected data:image/TYPE;base64,DATA")
+    try:
+        return base64.b64decode(url[match.end() :], validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"the data URL holds no base64: {error}") from None
+
+
+def placed(
+    ids: Sequence[int], parts: Sequence[str], lengths: Sequence[int], vision: VisionCard
+) -> tuple[list[int], list[str], list[int]]:
+    """Puts as many placeholders as each picture has tokens where the prompt has one. lengths: in
+    order. Returns ids, parts (if there are any) and the place of each picture's first token. Raises
+    ValueError when the prompt has other than one place for each picture.
+    """
+    spots = [i for i, token_id in enumerate(ids) if token_id == vision.token_id]
+    if len(spots) != len(lengths):
+        raise ValueError(f"the prompt has {len(spots)} places for {len(lengths)} images")
+    longer: list[int] = []
+    longer_parts: list[str] = []
+    starts: list[int] = []
+    begin = 0
+    for spot, length in zip(spots, lengths, strict=True):
+        longer += ids[begin:spot]
+        starts.append(len(longer))
+        longer += [vision.token_id] * length
+        if parts:
+            longer_parts += [*parts[begin : spot + 1], *([""] * (length - 1))]
+        begin = spot + 1
+    return [*longer, *ids[begin:]], [*longer_parts, *parts[begin:]], starts
+
+
+def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
+    content = message.get("content")
+    return content if isinstance(content, list) else []
+
+
+def _bare(part: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "image"} if part["type"] == "image" else part

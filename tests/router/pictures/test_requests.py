@@ -1,0 +1,231 @@
+"""Pictures in requests of every API: where they stand in the prompt, and what is refused."""
+
+import hashlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from loraplex.server.protocol import PictureSpan
+from tests.router.fake_worker import FakeWorker, ids_of, running_worker
+from tests.router.pictures.seeing import (
+    CLOSES,
+    OPENS,
+    PLACE,
+    SMALL,
+    TURNED,
+    WIDE,
+    chat_part,
+    data_url,
+    seeing_card,
+)
+from tests.router.serving import Running, running_router
+
+
+@pytest.fixture
+async def worker() -> AsyncIterator[FakeWorker]:
+    async with running_worker(FakeWorker(seeing_card())) as worker:
+        yield worker
+
+
+@pytest.fixture
+async def router(tmp_path: Path, worker: FakeWorker) -> AsyncIterator[Running]:
+    async with running_router(tmp_path, worker) as router:
+        yield router
+
+
+def seen(tokens: int) -> list[int]:
+    return [OPENS, *[PLACE] * tokens, CLOSES]
+
+
+def span(start: int, tokens: int, data: bytes, *grid: int) -> PictureSpan:
+    return PictureSpan(start, tokens, hashlib.sha256(data).hexdigest(), (1, *grid))  # type: ignore[arg-type]
+
+
+async def chat(router: Running, content: Any, **fields: Any) -> httpx.Response:
+    messages = [{"role": "user", "content": content}]
+    body = {"model": "", "messages": messages, "max_tokens": 3} | fields
+    return await router.client.post("/v1/chat/completions", json=body)
+
+
+async def test_each_picture_stands_where_the_template_puts_it(
+    router: Running, worker: FakeWorker
+) -> None:
+    parts = [
+        {"type": "text", "text": "a"},
+        chat_part(data_url(SMALL)),
+        {"type": "text", "text": "bc"},
+        {"type": "image_url", "image_url": data_url(TURNED, "jpeg")},
+        chat_part(data_url(SMALL)),
+    ]
+    answer = await chat(router, parts, n=2)
+    assert answer.status_code == 200, answer.text
+    one, other = worker.requests
+    wanted = ids_of("<user>a") + seen(4) + ids_of("bc") + seen(12) + seen(4) + ids_of("<assistant>")
+    assert one.prompt_ids == other.prompt_ids == wanted
+    assert answer.json()["usage"]["prompt_tokens"] == len(wanted)
+    assert one.pictures == other.pictures
+    assert one.pictures == (
+        span(8, 4, SMALL, 4, 4),
+        span(16, 12, TURNED, 6, 8),
+        span(30, 4, SMALL, 4, 4),
+    )
+
+
+async def test_other_apis_say_the_same(router: Running, worker: FakeWorker) -> None:
+    image = data_url(WIDE, "jpeg")
+    source = {"type": "base64", "media_type": "image/jpeg", "data": image.partition(",")[2]}
+    bodies = {
+        "/v1/responses": {
+            "input": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "input_text", "text": "a"},
+                        {"type": "input_image", "image_url": image, "detail": "auto"},
+                    ],
+                }
+            ],
+            "max_output_tokens": 3,
+        },
+        "/v1/messages": {
+            "max_tokens": 3,
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "text", "text": "a"},
+                        {"type": "image", "source": source},
+                    ],
+                }
+            ],
+        },
+        "/v1/chat/completions": {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "a"}, chat_part(image)]}
+            ],
+            "max_tokens": 3,
+        },
+    }
+    for path, body in bodies.items():
+        answer = await router.client.post(path, json={"model": "fake-base"} | body)
+        assert answer.status_code == 200, answer.text
+        request = worker.requests[-1]
+        assert request.prompt_ids == ids_of("<user>a") + seen(8) + ids_of("<assistant>")
+        assert request.pictures == (span(8, 8, WIDE, 4, 8),)
+    counted = await router.client.post(
+        "/v1/messages/count_tokens", json={"model": "fake-base"} | bodies["/v1/messages"]
+    )
+    assert counted.json() == {"input_tokens": len(request.prompt_ids)}
+    asked = {"model": "", "messages": bodies["/v1/chat/completions"]["messages"]}
+    tokens = (await router.client.post("/tokenize", json=asked)).json()["tokens"]
+    assert tokens == request.prompt_ids
+
+
+async def test_results_of_tools_hold_pictures(router: Running, worker: FakeWorker) -> None:
+    source = {
+        "type": "base64",
+        "media_type": "image/png",
+        "data": data_url(SMALL).partition(",")[2],
+    }
+    call = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+    result = [{"type": "image", "source": source}, {"type": "text", "text": "x"}]
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": [call]},
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": "c", "content": result}],
+        },
+    ]
+    body = {"model": "fake-base", "max_tokens": 3, "messages": messages}
+    answer = await router.client.post("/v1/messages", json=body)
+    assert answer.status_code == 200, answer.text
+    ids = worker.requests[-1].prompt_ids
+    assert ids[ids.index(OPENS) :] == seen(4) + ids_of("x<assistant>")
+
+
+async def test_texts_of_lorax_mark_pictures(router: Running, worker: FakeWorker) -> None:
+    text = f"a![]({data_url(SMALL)})b![words]({data_url(WIDE, 'jpeg')})![x](y)"
+    body = {"inputs": text, "parameters": {"max_new_tokens": 3, "details": True}}
+    answer = await router.client.post("/generate", json=body)
+    assert answer.status_code == 200, answer.text
+    request = worker.requests[-1]
+    assert request.prompt_ids == ids_of("a") + seen(4) + ids_of("b") + seen(8) + ids_of("![x](y)")
+    assert request.pictures == (span(2, 4, SMALL, 4, 4), span(9, 8, WIDE, 4, 8))
+    assert answer.json()["details"]["prompt_tokens"] == len(request.prompt_ids)
+
+
+async def test_logprobs_of_the_prompt_have_every_placeholder(
+    router: Running, worker: FakeWorker
+) -> None:
+    answer = await chat(router, [chat_part(data_url(SMALL))], prompt_logprobs=0)
+    assert answer.status_code == 200, answer.text
+    assert len(answer.json()["prompt_logprobs"]) == len(worker.requests[-1].prompt_ids)
+
+
+BAD = [
+    (chat_part("data:text/plain;base64,AA=="), "invalid_image", "expected data:image/TYPE"),
+    (chat_part("data:image/png;base64,A"), "invalid_image", "no base64"),
+    (chat_part(data_url(b"GIF")), "invalid_image", "no PNG, JPEG, WebP or GIF"),
+    (chat_part("https://a.b/c.png"), "invalid_image", "not fetched here"),
+    (chat_part("file:///etc/passwd"), "invalid_image", "not fetched here"),
+    ({"type": "text", "text": "<pic>"}, None, "2 places for 1 images"),
+]
+
+
+@pytest.mark.parametrize(("part", "code", "words"), BAD)
+async def test_what_is_no_picture_is_refused_by_name(
+    router: Running, worker: FakeWorker, part: dict[str, Any], code: str | None, words: str
+) -> None:
+    parts = [chat_part(data_url(SMALL)), part]
+    answer = await chat(router, parts)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, code)
+    assert words in error["message"]
+    if code is not None:
+        assert error["param"] == "messages[0].content[1].image_url"
+    assert not worker.requests
+
+
+async def test_other_limits(router: Running, worker: FakeWorker) -> None:
+    image = chat_part(data_url(SMALL))
+    for content, fields, words in (
+        ([image] * 129, {}, "at most 128"),
+        ([image], {"truncate_prompt_tokens": 9}, "is not cut"),
+        ([image] * 128, {}, "the model's context is 512 tokens"),
+    ):
+        answer = await chat(router, content, **fields)
+        assert answer.status_code == 400
+        assert words in answer.json()["error"]["message"]
+    long = await router.client.post("/generate", json={"inputs": f"![]({data_url(b'x')})"})
+    assert (long.status_code, long.json()["error_type"]) == (422, "validation")
+    assert "inputs" in long.json()["error"]
+    assert not worker.requests
+
+
+async def test_a_model_that_reads_none_refuses(tmp_path: Path) -> None:
+    async with running_worker(FakeWorker()) as blind, running_router(tmp_path, blind) as router:
+        answer = await chat(router, [chat_part(data_url(SMALL))])
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (400, "unsupported_parameter")
+        assert "reads no images" in error["message"]
+        assert error["param"] == "messages[0].content[0].image_url"
+        inputs = "![](data:image/png;base64,AA==)"
+        marked = await router.client.post("/generate", json={"inputs": inputs})
+        assert marked.status_code == 200
+        assert blind.requests[-1].prompt_ids == ids_of(inputs)
+
+
+async def test_a_template_without_images_refuses(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    card = seeing_card(chat_template=template)
+    async with (
+        running_worker(FakeWorker(card)) as worker,
+        running_router(tmp_path, worker) as router,
+    ):
+        answer = await chat(router, [chat_part(data_url(SMALL))])
+        assert answer.status_code == 400
+        assert "the chat template reads no images" in answer.json()["error"]["message"]

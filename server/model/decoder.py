@@ -74,6 +74,19 @@ class Embedded:
 
 
 @dataclass(frozen=True, slots=True)
+class Pictured:
+    """What stands in place of some tokens' embeddings. places: int64 `[n]`, of the tokens in the
+    batch. rows: int64 `[n]`, of each in `results`, `[rows, hidden]`."""
+
+    places: torch.Tensor
+    rows: torch.Tensor
+    results: torch.Tensor
+
+    def into(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.index_copy(0, self.places, self.results.index_select(0, self.rows))
+
+
+@dataclass(frozen=True, slots=True)
 class PreparedMixer:
     """The mixer of a layer, which lets tokens see others. layer: 0-based. sites: of its products,
     the last of which takes what was mixed."""
@@ -158,12 +171,14 @@ class Decoder(Generic[P, L, Y]):
         lora: L | None,
         wanted: Wanted[L] | None = None,
         meanwhile: Callable[[], None] | None = None,
+        pictured: Pictured | None = None,
     ) -> torch.Tensor:
         """Compute a step from token ids to hidden states. token_ids: int64 `[tokens]`, in the
         plan's order -> normed hidden states `[tokens, hidden]`, or `[rows, hidden]` of those
         wanted. Writes the tokens' keys, values and states. meanwhile: called at each mixer.
+        pictured: None = every token has its own embedding.
         """
-        mixed, stream = self.up_to_end(token_ids, plan, lora, meanwhile)
+        mixed, stream = self.up_to_end(token_ids, plan, lora, meanwhile, pictured=pictured)
         if wanted is not None:
             if not len(wanted.rows):
                 return stream.hidden[:0]
@@ -177,11 +192,12 @@ class Decoder(Generic[P, L, Y]):
         lora: L | None,
         meanwhile: Callable[[], None] | None = None,
         embedded: Embedded | None = None,
+        pictured: Pictured | None = None,
     ) -> tuple[torch.Tensor, Stream]:
         """Compute a step up to the result of the last mixer, behind which nothing writes keys,
         values and states. Returns that result, and the stream.
         """
-        normed, stream = self.begin(token_ids, plan.positions, lora, embedded)
+        normed, stream = self.begin(token_ids, plan.positions, lora, embedded, pictured)
         last = len(self.mixers) - 1
         for number, mixer in enumerate(self.mixers):
             if isinstance(mixer.weights, LatentWeights):
@@ -256,6 +272,7 @@ class Decoder(Generic[P, L, Y]):
         positions: torch.Tensor,
         lora: L | None,
         embedded: Embedded | None = None,
+        pictured: Pictured | None = None,
     ) -> tuple[torch.Tensor, Stream]:
         """Compute up to the first mixer's products. positions: of the tokens, int64 `[tokens]`.
         Returns normed hidden states and the stream."""
@@ -264,6 +281,8 @@ class Decoder(Generic[P, L, Y]):
             hidden = torch.where(embedded.is_given, embedded.hidden, hidden)
         if self._embedding_scale != 1.0:
             hidden = hidden * self._embedding_scale
+        if pictured is not None:
+            hidden = pictured.into(hidden)
         beside, projection = self.weights.embedding, self.weights.embedding.projection
         first = self.spec.embedding.projects_first
         if projection is not None and first:
@@ -274,8 +293,15 @@ class Decoder(Generic[P, L, Y]):
             hidden = self.ops.norm(hidden, beside.norm)
         if projection is not None and not first:
             hidden = self._beside(hidden, projection, lora, "project_in")
-        stream = Stream(hidden, self._inputs(token_ids, hidden, lora))
-        return self._up_to_mixer(0, self._normed(0, hidden, lora), stream, lora)
+        return self.enter(hidden, self._inputs(token_ids, hidden, lora), lora)
+
+    def enter(
+        self, hidden: torch.Tensor, inputs: torch.Tensor | None, lora: L | None
+    ) -> tuple[torch.Tensor, Stream]:
+        """Compute from embedded tokens up to the first mixer's products, as `begin` does. inputs:
+        as of `Stream`."""
+        normed = self._normed(0, hidden, lora)
+        return self._up_to_mixer(0, normed, Stream(hidden, inputs), lora)
 
     def _inputs(
         self, token_ids: torch.Tensor, embedded: torch.Tensor, lora: L | None

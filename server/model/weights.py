@@ -20,6 +20,7 @@ from loraplex.server.model.checkpoint.sentence_files import DENSE_WEIGHTS, dense
 from loraplex.server.model.checkpoint.stored_forms import stored_forms
 from loraplex.server.model.checkpoint.tensor_table import check_tensors, kinds
 from loraplex.server.model.checkpoint.text_part import model_shards
+from loraplex.server.model.checkpoint.tower_part import tower_name, tower_shards
 from loraplex.server.model.distance_biases import distance_biases
 from loraplex.server.model.latent_weights import LatentWeights, load_latents
 from loraplex.server.model.linear.dense import DenseLinear
@@ -187,7 +188,7 @@ class ModelWeights:
     """Weights of the device's part of a model. embed: `[vocab, size]`; the head's matrix is the
     same tensor when they are tied. score: what the checkpoint has of score heads. biases: as of
     `distance_biases`, of all distances that texts have. dense: what pooled vectors go through.
-    output: as of ModelSpec.
+    output: as of ModelSpec. tower: what reads pictures, whole on each device; None = nothing does.
     """
 
     embed: torch.Tensor
@@ -199,6 +200,7 @@ class ModelWeights:
     biases: torch.Tensor | None = None
     dense: tuple[VectorDense, ...] = ()
     output: Linear | None = None
+    tower: "TowerWeights | None" = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -212,6 +214,15 @@ class ModelWeights:
         of_inputs = None if inputs is None else inputs.linear
         found = (self.embedding.projection, of_inputs, self.output)
         return tuple(linear for linear in found if linear is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class TowerWeights:
+    """Weights of an encoder of pictures. body: `embed` is the matrix of patches, `[hidden,
+    columns]`, and `lm_head` the merger's last one. first: the merger's other matrix."""
+
+    body: ModelWeights
+    first: Linear
 
 
 def load_weights(
@@ -234,6 +245,8 @@ def load_weights(
     stored = stored_tensors(shards)
     model = as_stored(model, stored)
     left_out = check_tensors(folder, shards, model)
+    if model.pictures is not None:
+        left_out = tuple(name for name in left_out if tower_name(name) is None)
     if left_out:
         log.info("%d stored tensors change no token and are left out: %s", *kinds(left_out))
     embedding = tables(stored, model)[0]
@@ -256,7 +269,29 @@ def load_weights(
         parts = embed, tuple(layers), norm, head, _load_scores(source, model), beside
         output = None if model.output is None else source.linear(model.output)
         biases, dense = _load_biases(source, model), _load_dense(folder, device)
-        return ModelWeights(*parts, biases, dense, output)
+        tower = None if model.pictures is None else load_tower(folder, model, dtype, device)
+        return ModelWeights(*parts, biases, dense, output, tower)
+
+
+def load_tower(
+    folder: Path, model: ModelSpec, dtype: torch.dtype, device: torch.device
+) -> TowerWeights:
+    """Read a model's encoder of pictures, whole and in floating point, cast to `dtype`. Raises
+    CheckpointError with everything that is missing, unexpected or of another shape.
+    """
+    assert model.pictures is not None
+    tower, merger = model.pictures.tower, model.pictures.merger
+    shards = tower_shards(folder)
+    left_out = check_tensors(folder, shards, tower)
+    if left_out:
+        raise CheckpointError(f"{folder}: unexpected tensors of the part for images: {left_out[0]}")
+    forms = stored_forms(tower, stored_tensors(shards))
+    source = WeightSource(shards, forms, dtype, device, packed=False, at_load=None)
+    patches = source.get(tower.embedding.tensor).flatten(1)
+    layers = tuple(_load_layer(source, tower, index) for index in range(tower.num_layers))
+    last, norm = source.linear(merger.linear), _norm(source, tower.norm)
+    body = ModelWeights(patches, layers, norm, last, score={})
+    return TowerWeights(body, source.linear(merger.first))
 
 
 def _load_dense(folder: Path, device: torch.device) -> tuple[VectorDense, ...]:

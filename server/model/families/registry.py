@@ -48,6 +48,7 @@ from loraplex.server.model.families.readers import (
     ungated,
 )
 from loraplex.server.model.families.readers.composite import COMPOSITES, Text, text_of
+from loraplex.server.model.families.readers.towers import read_pictures
 from loraplex.server.model.families.refusals import other_family, other_forms
 from loraplex.server.model.quantisation.quantisation import Quantisation
 from loraplex.server.model.quantisation.read import read_quantisation
@@ -207,10 +208,12 @@ def read_model(
     model = with_head(model, "none" if for_vectors and form == "text" else form, fields)
     if model.writes and not model.is_causal:
         fields.refuse("is_causal is false: such a model gives vectors, and has no head for text")
+    model = replace(model, is_text_part=composite is not None, quantisation=quantisation)
+    if composite is not None and not fields.problems:
+        model = replace(model, pictures=read_pictures(config, model, fields))
     if fields.problems:
         raise ValueError("this model is not supported: " + "; ".join(fields.problems))
-    within = model.within(model.max_context)
-    return replace(within, is_text_part=composite is not None, quantisation=quantisation)
+    return model.within(model.max_context)
 
 
 def _refuse_beside(config: Mapping[str, Any], fields: Fields) -> None:

@@ -7,7 +7,7 @@ memory, and the products to time at start. A family (`loraplex.server.model.fami
 
 from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
@@ -25,6 +25,9 @@ from loraplex.server.model.spec.rope_spec import RopeKind as RopeKind
 from loraplex.server.model.spec.rope_spec import RopeSpec as RopeSpec
 from loraplex.server.model.spec.state_spec import StateForm, StateSpec
 from loraplex.server.protocol import Pooling
+
+if TYPE_CHECKING:
+    from loraplex.server.model.spec.picture_spec import PictureSpec  # made of a ModelSpec
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu", "tanh"]
 # Activations that an operation behind the product of gate and up computes with LoRA of it.
@@ -306,6 +309,10 @@ class HeadSpec(msgspec.Struct, frozen=True):
     def tensor(self) -> str:
         return f"{self.linear.parts[0].path}.weight"
 
+    @property
+    def linears(self) -> tuple[LinearSpec, ...]:
+        return (self.linear,)
+
 
 class ModelSpec(msgspec.Struct, frozen=True):
     """A decoder. dtype: as the checkpoint names that of its weights.
@@ -325,6 +332,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     such modules that some version of transformers makes, too. biases: None = scores have none.
     output: a product with the normed stream, which score heads, the head for text and vectors are
     made of; None = they are made of the stream.
+    pictures: how it reads pictures; None = it reads none.
     Raises ValueError where layers differ in what all must share: the modules of each role.
     """
 
@@ -349,6 +357,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     unread_modules: tuple[str, ...] = ()
     biases: DistanceBias | None = None
     output: LinearSpec | None = None
+    pictures: "PictureSpec | None" = None
 
     def __post_init__(self) -> None:
         linears = {linear for layer in set(self.layers) for linear in layer.linears}
@@ -469,8 +478,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
                     yield matrix._replace(path=layer_path(index, matrix.path))
         for linear in self.beside:
             yield from linear.matrices()
-        if not self.head.tied:
-            yield from self.head.linear.matrices()
+        for linear in () if self.head.tied else self.head.linears:
+            yield from linear.matrices()
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """List every tensor that a checkpoint of this model must hold in floating point, with its
@@ -483,8 +492,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
         if self.biases is not None:
             heads = self.layers[0].attention.num_heads
             shapes[self.biases.tensor] = self.biases.buckets, heads
-        if not self.head.tied:
-            shapes.update(self.head.linear.tensors())
+        for linear in () if self.head.tied else self.head.linears:
+            shapes.update(linear.tensors())
         if self.classes is not None and self.own_score is not None:
             shapes.update(self.own_score.tensors(len(self.classes.labels), self.output_size))
         for index, layer in enumerate(self.layers):

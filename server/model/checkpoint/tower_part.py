@@ -1,0 +1,54 @@
+"""The tensors of an encoder of pictures within a checkpoint of a larger model. No torch."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from loraplex.server.model.checkpoint.checkpoint import (
+    CheckpointError,
+    ModelFile,
+    StoredTensor,
+    read_shards,
+)
+
+_TOWER = re.compile(r"(?:model\.)?visual\.(?P<rest>.+)")
+_BLOCKS = re.compile(r"blocks\.(?=[0-9])")
+
+
+def tower_name(stored: str) -> str | None:
+    """The name of a tensor in the tower's ModelSpec; None for those of other parts."""
+    found = _TOWER.fullmatch(stored)
+    if found is None:
+        return None
+    # LoRA of the checkpoint's own may have been there.
+    return _BLOCKS.sub("model.layers.", found["rest"], count=1).replace(".base_layer.", ".")
+
+
+def tower_shards(folder: Path) -> tuple[ModelFile, ...]:
+    """Read the headers of a model's shards: the tensors of the tower, with the names of its
+    `ModelSpec.tensors`. Raises CheckpointError, also where two tensors would have one name.
+    """
+    return _named(read_shards(folder))
+
+
+def has_tower(shards: Sequence[ModelFile]) -> bool:
+    """Whether a checkpoint holds any tensor of a tower. shards: with the names of the files."""
+    return any(tower_name(tensor.name) for shard in shards for tensor in shard.tensors.values())
+
+
+def _named(shards: Sequence[ModelFile]) -> tuple[ModelFile, ...]:
+    seen: set[str] = set()
+    found = []
+    for shard in shards:
+        tensors: dict[str, StoredTensor] = {}
+        for stored, tensor in shard.tensors.items():
+            name = tower_name(stored)
+            if name is None:
+                continue
+            if name in seen:
+                raise CheckpointError(f"{shard.path}: {stored} and another are the same tensor")
+            seen.add(name)
+            tensors[name] = tensor
+        found.append(replace(shard, tensors=tensors))
+    return tuple(found)

@@ -1,0 +1,56 @@
+"""The part of a model that reads pictures: an encoder of patches, whose results stand in place of
+tokens. Pure."""
+
+import msgspec
+
+from loraplex.server.model.spec.linear_spec import LinearSpec, Tensors
+from loraplex.server.model.spec.model_spec import Activation, EmbeddingSpec, HeadSpec, ModelSpec
+
+
+class PatchSpec(EmbeddingSpec, frozen=True):
+    """A product of patches in place of a table: `[patches, vocab_size] -> [patches, size]`. The
+    checkpoint has its matrix, `[size, vocab_size]`, as the kernel of a convolution. kernel: shape
+    of that but for `size`."""
+
+    kernel: tuple[int, ...] = ()
+
+    def tensors(self) -> Tensors:
+        """Names and shapes of what the checkpoint holds."""
+        yield self.tensor, (self.size, *self.kernel)
+
+
+class MergerSpec(HeadSpec, frozen=True, kw_only=True):
+    """A head that makes one token of `side * side` normed patches: `linear(activation(first(x)))`
+    of their features one behind the other."""
+
+    first: LinearSpec
+    activation: Activation = "gelu"
+    side: int = 2
+
+    @property
+    def linears(self) -> tuple[LinearSpec, ...]:
+        return self.first, self.linear
+
+
+class PictureSpec(msgspec.Struct, frozen=True):
+    """How a model reads pictures. tower: the encoder, of a PatchSpec, layers and a MergerSpec. Its
+    attention has no window where a patch sees all patches of its picture; else it sees those of its
+    window, a square of `window * window` tokens. token_id: the placeholder of a picture's token.
+    sections: pairs of each head's features that turn by time, by height and by width.
+    """
+
+    tower: ModelSpec
+    token_id: int
+    window: int
+    sections: tuple[int, int, int]
+
+    @property
+    def merger(self) -> MergerSpec:
+        head = self.tower.head
+        assert isinstance(head, MergerSpec)
+        return head
+
+    @property
+    def columns(self) -> int:
+        """Numbers of one patch."""
+        return self.tower.embedding.vocab_size

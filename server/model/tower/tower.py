@@ -1,0 +1,70 @@
+"""An encoder of pictures: from a picture's patches to what stands in place of its tokens.
+
+It runs a few layers at a time, so that steps come in between.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from loraplex.server.model.decoder import Decoder, Stream
+from loraplex.server.model.lora.sites import Sites
+from loraplex.server.model.ops.pointwise import activated
+from loraplex.server.model.spec.picture_spec import PictureSpec
+from loraplex.server.model.tower.geometry import Grid
+from loraplex.server.model.tower.tower_ops import TowerOps, TowerPlan
+from loraplex.server.model.weights import TowerWeights
+
+
+@dataclass(slots=True)
+class TowerPass:
+    """One picture on its way through the layers. normed: what the next layer reads, `[patches,
+    hidden]`. done: layers behind it.
+    """
+
+    plan: TowerPlan
+    normed: torch.Tensor
+    stream: Stream
+    done: int = 0
+
+
+class Tower:
+    """The encoder, whole on this device."""
+
+    def __init__(self, pictures: PictureSpec, weights: TowerWeights, device: torch.device) -> None:
+        self._spec, self._weights = pictures, weights
+        self._ops = TowerOps(pictures, device)
+        ops: Any = self._ops  # it has what the tower's layers ask for
+        tower = pictures.tower
+        self._decoder: Decoder[TowerPlan, Any, Any] = Decoder(
+            tower, weights.body, Sites(tower), ops
+        )
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._decoder.mixers)
+
+    def begin(self, patches: torch.Tensor, grid: Grid) -> TowerPass:
+        """Embed a picture's patches, `[patches, columns]` in the model's dtype."""
+        hidden = torch.nn.functional.linear(patches, self._weights.body.embed)
+        normed, stream = self._decoder.enter(hidden, None, None)
+        return TowerPass(self._ops.plan(grid), normed, stream)
+
+    def advance(self, picture: TowerPass, layers: int) -> None:
+        """Compute so many further layers, or those that are left."""
+        for number in range(picture.done, min(picture.done + layers, self.num_layers)):
+            mixer = self._decoder.mixers[number]
+            qkv = self._ops.linear(picture.normed, mixer.weights.linears[0], None, mixer.sites[0])
+            mixed = self._decoder.mix(picture.plan, number, [qkv])
+            picture.normed, picture.stream = self._decoder.after_mixer(
+                number, mixed, picture.stream, None
+            )
+            picture.done = number + 1
+
+    def tokens(self, picture: TowerPass) -> torch.Tensor:
+        """Make tokens of a picture behind all layers: `[tokens, hidden of the text part]`."""
+        merger, body = self._spec.merger, self._weights.body
+        merged = picture.normed.reshape(-1, merger.first.in_features)
+        inner = activated(self._weights.first.run(merged), merger.activation)
+        return body.lm_head.run(inner)

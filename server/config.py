@@ -124,6 +124,13 @@ class WorkerConfig:
         min=0,
         unit="bytes",
     )
+    picture_memory: int = option(
+        256 << 20,
+        "device memory for results of pictures, which prompts with the same picture share, where"
+        " the model reads pictures; 0 = it reads none, and its part for images is not loaded",
+        min=0,
+        unit="bytes",
+    )
     gpu_memory_utilization: float = option(
         0.9, "share of the GPU's memory to use when --kv-memory is not given", min=0.05, max=1
     )
@@ -262,6 +269,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     max_draft: int = 0
     draft_memory: int = 64 << 20
     snapshot_memory: int = 0
+    picture_memory: int = 256 << 20
 
     @property
     def max_decodes(self) -> int:

@@ -3,9 +3,15 @@
 import math
 from typing import NamedTuple
 
-from loraplex.server.engine.executor import ExecutorLimits
+from loraplex.server.engine.executor import ExecutorLimits, PictureLimits
 from loraplex.server.engine.memory.room import pages_held, tokens_that_fit
-from loraplex.server.protocol import ErrorCode, GenerateRequest, SamplingParams, VectorParams
+from loraplex.server.protocol import (
+    ErrorCode,
+    GenerateRequest,
+    PictureSpan,
+    SamplingParams,
+    VectorParams,
+)
 
 # Alternatives of the tokens of one event, drafts too, must fit a frame.
 MAX_TOP_LOGPROBS = 1 << 16
@@ -49,6 +55,9 @@ def refuse(request: GenerateRequest, limits: ExecutorLimits) -> Refusal | None:
     problem = problem or _bad_vector(request, limits)
     if problem is not None:
         return Refusal("invalid_request", problem)
+    problem = _bad_pictures(request, limits.pictures) if request.pictures else None
+    if problem is not None:
+        return Refusal("invalid_image", problem)
     return _too_long(request, limits)
 
 
@@ -163,6 +172,36 @@ def _bad_vector(request: GenerateRequest, limits: ExecutorLimits) -> str | None:
         return problem
     if vector.kind == "scores" and not limits.num_classes and request.adapter is None:
         return "vector: the model has no score head"
+    return None
+
+
+def _bad_pictures(request: GenerateRequest, limits: PictureLimits | None) -> str | None:
+    if limits is None:
+        return "pictures: the model reads none here"
+    end, blocks = 0, dict[tuple[str, tuple[int, int, int]], int]()
+    for span in request.pictures:
+        problem = _bad_span(span, limits)
+        if problem is None and not end <= span.start <= len(request.prompt_ids) - span.length:
+            problem = f"token {span.start} is no place for one, behind those before it"
+        begin, end = span.start, span.start + span.length
+        if problem is None and set(request.prompt_ids[begin:end]) != {limits.token_id}:
+            problem = f"tokens {begin} to {end - 1} must be its placeholders, {limits.token_id}"
+        if problem is not None:
+            return f"pictures: {problem}"
+        blocks[span.picture, span.grid] = limits.blocks(span.length)
+    if sum(blocks.values()) <= limits.num_blocks:
+        return None
+    tokens = limits.num_blocks * limits.block_tokens
+    return f"pictures: those of one prompt can have at most {tokens} tokens (--picture-memory)"
+
+
+def _bad_span(span: PictureSpan, limits: PictureLimits) -> str | None:
+    time, height, width = span.grid
+    whole = min(height, width) > 0 and not (height % limits.side or width % limits.side)
+    if time != 1 or not whole or limits.tokens(span.grid) != span.length:
+        return f"a picture of {span.grid} patches does not take {span.length} tokens"
+    if span.length > limits.most_tokens:
+        return f"a picture of {span.length} tokens; one can have at most {limits.most_tokens}"
     return None
 
 

@@ -1,6 +1,7 @@
 """The interface between scheduling and tensors: what the engine needs of a device."""
 
 from collections.abc import Callable
+from math import prod
 from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -19,6 +20,32 @@ class MemoryLine(NamedTuple):
 
     name: str
     nbytes: int
+
+
+class PictureLimits(msgspec.Struct, frozen=True):
+    """Sizes of what reads pictures. token_id: the placeholder of a token of a picture. side: such a
+    token is made of `side * side` patches. columns: numbers of a patch. layers: of the tower.
+    most_tokens: of one picture. num_blocks, block_tokens: of the cache of results, and of one of
+    its blocks. chunk: patches times layers that are computed at once, between two steps; a layer is
+    always whole.
+    """
+
+    token_id: int
+    side: int
+    columns: int
+    layers: int
+    most_tokens: int
+    num_blocks: int
+    block_tokens: int
+    chunk: int
+
+    def tokens(self, grid: tuple[int, int, int]) -> int:
+        """Tokens of a picture. grid: as of `PictureSpan`."""
+        return prod(grid) // self.side**2
+
+    def blocks(self, tokens: int) -> int:
+        """Blocks that so many tokens of a picture take."""
+        return -(-tokens // self.block_tokens)
 
 
 class ExecutorLimits(msgspec.Struct, frozen=True):
@@ -43,6 +70,7 @@ class ExecutorLimits(msgspec.Struct, frozen=True):
 
     weight_bytes, token_bytes: of all weights on one device, and of the keys and values of a token
     there; estimates, by which a step's time is shared. num_devices: that compute a step together.
+    pictures: None = the base reads none.
     """
 
     num_pages: int
@@ -66,6 +94,7 @@ class ExecutorLimits(msgspec.Struct, frozen=True):
     weight_bytes: int = 0
     token_bytes: int = 0
     num_devices: int = 1
+    pictures: PictureLimits | None = None
 
     @property
     def table_slots(self) -> int:
@@ -153,6 +182,26 @@ class CopySums(msgspec.Struct, frozen=True, tag="cs"):
     numbers: bytes
 
 
+class PictureCopy(msgspec.Struct, frozen=True, array_like=True):
+    """Bring a picture's patches to the device. grid, segment, rows, columns: as of `EncodePicture`.
+    blocks: of the cache, where the results are to lie."""
+
+    picture: str
+    grid: tuple[int, int, int]
+    segment: str
+    rows: int
+    columns: int
+    blocks: tuple[int, ...]
+
+
+class PictureIn(msgspec.Struct, frozen=True, tag="pi"):
+    """A picture's segment is not read any more. error: why the device has not got its patches, and
+    has forgotten the picture; None = it has them."""
+
+    picture: str
+    error: str | None = None
+
+
 class Ticket(Protocol):
     """A launched step. `ready()` never blocks."""
 
@@ -214,6 +263,23 @@ class Executor(Protocol[T]):
 
         Raises anything when the device is lost for good. A failure of a copy that is already usable
         is such a loss.
+        """
+        ...
+
+    def start_picture(self, copy: PictureCopy) -> None:
+        """Begin to bring a picture's patches to the device, without blocking steps."""
+        ...
+
+    def poll_pictures(self) -> list[PictureIn]:
+        """News of pictures since the last call, in the order of their start; never blocks. Raises
+        anything when the device is lost for good."""
+        ...
+
+    def encode(self, layers: int) -> Ticket:
+        """Launch so many further layers of the tower, behind the steps launched so far. They are of
+        the oldest picture whose patches are there. Behind the last layer its results go to their
+        blocks, for steps that are launched later. Raises anything when the device fails;
+        `wait_idle` then forgets all pictures on their way.
         """
         ...
 

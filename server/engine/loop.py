@@ -19,9 +19,11 @@ from loraplex.server.engine.messages import (
     AbortSequence,
     AdapterPlaced,
     AdapterSettled,
+    EncodePicture,
     EngineStats,
     EvictAdapter,
     NeedSlab,
+    PictureFailed,
     PinAdapters,
     PreloadAdapter,
     Shutdown,
@@ -59,7 +61,8 @@ class ExecutorLost(Exception):
 
 class _InFlight(NamedTuple, Generic[T]):
     """Step that was launched, and is not yet collected. planned, launched: times of that.
-    constrained: places of slices whose draws wait for masks. is_held: they still wait.
+    constrained: places of slices whose draws wait for masks. is_held: they still wait. chunks: of
+    the tower, launched before the step before this one.
     """
 
     plan: StepPlan
@@ -68,6 +71,7 @@ class _InFlight(NamedTuple, Generic[T]):
     launched: float
     constrained: list[int]
     is_held: bool
+    chunks: int
 
 
 class _Collected(NamedTuple):
@@ -108,6 +112,8 @@ class EngineLoop(Generic[T]):
         scheduler.masks.threads = constraints.mask_threads
         self._in_flight: deque[_InFlight[T]] = deque()
         self._pace = Pace()
+        self._chunk: Ticket | None = None  # the newest of the tower
+        self._chunks = self._chunks_before = 0  # launched, and so many before the newest step
         self._ready_at = clock()  # when the device was done with the last step collected
         self._failures = 0
         self._steps = 0
@@ -155,21 +161,34 @@ class EngineLoop(Generic[T]):
                 scheduler.slab_staged(message, self._clock())
             case SlabMissing(digest, text):
                 scheduler.slab_missing(digest, text)
-            case PinAdapters(digests):
-                scheduler.loads.pin_only(digests)
-            case PreloadAdapter(order, digest):
-                scheduler.loads.preload(order, digest)
-            case WithdrawPreload(order, digest):
-                scheduler.loads.withdraw(order, digest)
-            case EvictAdapter(order, digest):
-                scheduler.loads.condemn(order, digest)
-                scheduler.drafting.source.drop(digest)
+            case EncodePicture():
+                scheduler.picture_came(message)
+            case PictureFailed(picture, text):
+                scheduler.picture_missing(picture, text)
             case Shutdown():
                 self._leaving = True
+            case _:
+                self._take_order(message)
+
+    def _take_order(
+        self, order: PinAdapters | PreloadAdapter | WithdrawPreload | EvictAdapter
+    ) -> None:
+        """Take a wish of the operator."""
+        loads = self._scheduler.loads
+        match order:
+            case PinAdapters(digests):
+                loads.pin_only(digests)
+            case PreloadAdapter(number, digest):
+                loads.preload(number, digest)
+            case WithdrawPreload(number, digest):
+                loads.withdraw(number, digest)
+            case EvictAdapter(number, digest):
+                loads.condemn(number, digest)
+                self._scheduler.drafting.source.drop(digest)
 
     def _idle_s(self) -> float | None:
         """Seconds for which nothing can happen unless a message comes; None = for ever."""
-        if self._scheduler.loads.copying:
+        if self._scheduler.loads.copying or self._scheduler.pictures.busy:
             return COPY_POLL_S
         if self._constraints.busy:
             return GRAMMAR_POLL_S
@@ -199,6 +218,8 @@ class EngineLoop(Generic[T]):
             if plan is not None:
                 self._launch(plan, began)
             self._carry_out_loads()
+            if self._scheduler.pictures.busy:
+                worked |= self._encode(beside=plan is not None)
             if self._in_flight and (plan is None or len(self._in_flight) >= self._depth):
                 collected = self._collect()
             if self._steps != last:  # a step was collected, perhaps during the launch
@@ -286,11 +307,29 @@ class EngineLoop(Generic[T]):
         launched = self._clock()
         constrained = [i for i, piece in enumerate(plan.slices) if piece.constrained]
         step = (plan, ticket, planned, launched, constrained)
-        self._in_flight.append(_InFlight(*step, is_held=bool(constrained)))
+        held, chunks = bool(constrained), self._chunks_before
+        self._chunks_before = self._chunks
+        self._in_flight.append(_InFlight(*step, is_held=held, chunks=chunks))
         self._pace.prepared(planned - began, launched - planned)
         self._phases_s[Phase.PLAN] += planned - began
         self._phases_s[Phase.LAUNCH] += launched - planned - self._aside_s
         self._constrain()
+
+    def _encode(self, *, beside: bool) -> bool:
+        """Launch some layers of a picture's way through the tower, one chunk behind each step; the
+        next step waits for no more. Whether anything happened. beside: a step has just been
+        launched. Without one the last chunk has to be over, or a step that comes soon would wait.
+        """
+        pictures, news = self._scheduler.pictures, self._executor.poll_pictures()
+        for item in news:
+            self._scheduler.picture_news(item)
+        layers = pictures.next_layers()
+        is_free = beside or self._chunk is None or self._chunk.ready()
+        if layers and is_free:
+            self._chunk = self._executor.encode(layers)
+            self._chunks += 1
+            pictures.launched(layers)
+        return bool(news) or (layers > 0 and is_free)
 
     def _collect(self) -> _Collected:
         running = self._in_flight[0]
@@ -298,7 +337,8 @@ class EngineLoop(Generic[T]):
         self._load_while(lambda: not running.ticket.ready())
         results = self._executor.collect(running.ticket)
         ready = self._clock()
-        self._scheduler.took(ready - max(running.planned, self._ready_at))
+        if running.chunks == self._chunks:  # the device was busy with nothing else
+            self._scheduler.took(ready - max(running.planned, self._ready_at))
         self._ready_at = ready
         self._in_flight.popleft()
         self._scheduler.commit(running.plan.step, results)
@@ -332,6 +372,7 @@ class EngineLoop(Generic[T]):
         self._failures += 1
         log.error("a step failed", exc_info=error)
         self._in_flight.clear()
+        self._chunk = None
         try:
             # Pages and rows are given up below: no running step may still read them.
             self._executor.wait_idle()
@@ -369,6 +410,17 @@ class EngineLoop(Generic[T]):
         for digest in needed:
             self._channel.send(NeedSlab(digest))
         self._settled += settled
+        self._carry_out_pictures()
+
+    def _carry_out_pictures(self) -> None:
+        """Start copies of patches, and send what the worker is to know of pictures."""
+        pictures, wanted, taken = self._scheduler.pictures.take()
+        for picture in pictures:
+            self._executor.start_picture(picture)
+        for segment in taken:
+            self._channel.send(segment)
+        for message in wanted:
+            self._channel.send(message)
 
     def _report(self, collected: _Collected | None) -> None:
         events = tuple(self._scheduler.take_events())

@@ -9,12 +9,23 @@ from loraplex.server.protocol import SamplingParams, TokenLogprob, VectorParams
 SliceKind = Literal["prompt", "decode"]
 
 
+class PlacedPicture(msgspec.Struct, frozen=True, array_like=True):
+    """A picture of a row. start: its first token. grid: as of `PictureSpan`. blocks: of the cache
+    of results (`PictureLimits`), which hold its tokens in order. They hold them until the last step
+    that computes one of these tokens is launched.
+    """
+
+    start: int
+    grid: tuple[int, int, int]
+    blocks: tuple[int, ...]
+
+
 class RowStart(msgspec.Struct, frozen=True, array_like=True):
     """A sequence takes a static row of the executor (again, after a preemption).
 
     token_ids: all tokens known so far, prompt first. prompt_len: how many of them are the prompt.
     The next sample has index `len(token_ids) - prompt_len` in the output. vocab_size: as in
-    `GenerateRequest`.
+    `GenerateRequest`. pictures: in the order of their tokens.
     """
 
     seq_row: int
@@ -25,6 +36,7 @@ class RowStart(msgspec.Struct, frozen=True, array_like=True):
     choice: int
     eos_suppressed_until: int  # output index below which end-of-sequence and stop ids are masked
     vocab_size: int | None = None
+    pictures: tuple[PlacedPicture, ...] = ()
 
 
 class PageGrant(msgspec.Struct, frozen=True, array_like=True):

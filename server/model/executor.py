@@ -17,10 +17,12 @@ from loraplex.server.engine.executor import (
     CopySums,
     CopyUsable,
     Masks,
+    PictureCopy,
+    PictureIn,
 )
 from loraplex.server.engine.messages import StartProgress
 from loraplex.server.engine.plan import SeqSlice, SliceResult, StepPlan
-from loraplex.server.model.decoder import Decoder, Wanted
+from loraplex.server.model.decoder import Decoder, Pictured, Wanted
 from loraplex.server.model.devices.group import Alone, Group
 from loraplex.server.model.graphs.decode_batch import APPEND, POSITION, ROW, DecodeBatch
 from loraplex.server.model.graphs.gpu_path import build
@@ -48,6 +50,7 @@ from loraplex.server.model.start import (
 from loraplex.server.model.steps.drafts import spread, spread_places
 from loraplex.server.model.steps.rows import Rows
 from loraplex.server.model.steps.step import Step, saves_at_ends
+from loraplex.server.model.tower.picture_store import EncodeTicket, PictureStore
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +101,7 @@ class TorchExecutor:
             built = build(parts, graph_batches, phases)
             phases.begin("host memory")
         self._decoder: Decoder[Any, Any, Any] = built.decoder
+        self._pictures = parts.pictures
         self._graphs, self._token_graphs = built.graphs, built.token_graphs
         self._row_sizes = built.row_sizes
         self._parameters = parts.parameters
@@ -121,6 +125,7 @@ class TorchExecutor:
         self._states.save(plan.saves)
         for scaled in plan.scaled_slots:
             self._table.scale(scaled.adapter_slot, scaled.source_slot, scaled.scale)
+        self._rows.free(plan.freed_rows)
         self._rows.start(plan.new_rows)
         self._parameters.start(plan.new_rows)
         self._states.restore(plan.restores)
@@ -137,15 +142,18 @@ class TorchExecutor:
         if not plan.slices:
             self._rows.grant(plan.grants)
             return StepTicket([], [], None, (), (), None)
-        batch = (
-            None if self._graphs is None else DecodeBatch.of(plan, len(self.limits.page_windows))
-        )
+        of_pictures = self._rows.reads_pictures(plan.slices)
+        batch = None
+        if self._graphs is not None and not of_pictures:
+            batch = DecodeBatch.of(plan, len(self.limits.page_windows))
         if batch is not None and self._graphs.takes(batch):
             self._rows.grant(batch.grants)
             return self._replay(batch, plan.slices)
         self._rows.grant(plan.grants)
         self._rows.write_inputs(plan.slices)
-        captured = self._token_graphs is not None and self._token_graphs.takes(plan)
+        captured = not of_pictures and (
+            self._token_graphs is not None and self._token_graphs.takes(plan)
+        )
         tokens = plan.num_tokens
         size = tokens if captured else padded_size(self._row_sizes, tokens)
         step = Step.build(plan, self._rows, size)
@@ -178,6 +186,8 @@ class TorchExecutor:
     def wait_idle(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        if self._pictures is not None:
+            self._pictures.forget()
 
     def start_copy(self, copy: AdapterCopy) -> None:
         self._copies.start(copy.of_shard(self._group.shard.index))
@@ -217,7 +227,26 @@ class TorchExecutor:
         """Take numbers summed over processes, as `GroupMember` says."""
         self._copies.add_sums(sums)
 
+    @torch.inference_mode()
+    def start_picture(self, copy: PictureCopy) -> None:
+        self._of_pictures.start(copy)
+
+    def poll_pictures(self) -> list[PictureIn]:
+        return [] if self._pictures is None else self._pictures.poll()
+
+    @torch.inference_mode()
+    def encode(self, layers: int) -> EncodeTicket:
+        return self._of_pictures.encode(layers)
+
+    @property
+    def _of_pictures(self) -> PictureStore:
+        if self._pictures is None:
+            raise ValueError("the model reads no pictures")
+        return self._pictures
+
     def close(self) -> None:
+        if self._pictures is not None:
+            self._pictures.close()
         self._copies.close()
         self._graphs = self._token_graphs = None
         self._group.close()
@@ -262,7 +291,9 @@ class TorchExecutor:
         pooled = pooled_slices(step, self._rows.prompt_len)
         wanted = _wanted(step, scored, pooled)
         layout = self._of_pairs(step)
-        forward = self._token_graphs.forward if captured else partial(self._forward, meanwhile)
+        forward = (
+            self._token_graphs.forward if captured else partial(self._forward, meanwhile, step)
+        )
         normed = forward(token_ids, layout, step.token_slots, padded(wanted, sizes))
 
         def hidden_of(tokens: np.ndarray) -> torch.Tensor:
@@ -316,6 +347,7 @@ class TorchExecutor:
     def _forward(
         self,
         meanwhile: Callable[[], None] | None,
+        step: Step,
         token_ids: torch.Tensor,
         layout: StepLayout,
         token_slots: np.ndarray,
@@ -325,7 +357,15 @@ class TorchExecutor:
         ops = self._decoder.ops
         of_wanted = Wanted(to_device(wanted, self.device), ops.lora(token_slots[wanted]))
         plan, lora = ops.plan(layout), ops.lora(token_slots)
-        return self._decoder.forward(token_ids, plan, lora, of_wanted, meanwhile)
+        pictured = self._pictured(step)
+        return self._decoder.forward(token_ids, plan, lora, of_wanted, meanwhile, pictured)
+
+    def _pictured(self, step: Step) -> Pictured | None:
+        """Results of pictures in place of the step's placeholders; None where it has none."""
+        if step.results is None or self._pictures is None:
+            return None
+        places, rows = to_device(np.stack(step.results), self.device)
+        return Pictured(places, rows, self._pictures.results)
 
     def _draw(
         self, rows: ToDraw, places: np.ndarray, chosen: np.ndarray, token_ids: torch.Tensor

@@ -13,9 +13,10 @@ import torch
 from loraplex.adapters.sharding import Shard
 from loraplex.adapters.token_rows import new_ids_width
 from loraplex.server.config import AtLoad, ConfigError, EngineConfig
-from loraplex.server.engine.executor import MemoryLine
+from loraplex.server.engine.executor import ExecutorLimits, MemoryLine
 from loraplex.server.engine.shared_memory import pages_made
-from loraplex.server.model.checkpoint.checkpoint import read_config
+from loraplex.server.model.checkpoint.checkpoint import read_config, read_shards
+from loraplex.server.model.checkpoint.tower_part import has_tower
 from loraplex.server.model.devices.group import Group
 from loraplex.server.model.devices.sharding import sharded
 from loraplex.server.model.graphs.parts import Parts
@@ -40,6 +41,7 @@ from loraplex.server.model.spec.model_spec import ModelSpec
 from loraplex.server.model.spec.page_groups import page_groups, page_heads
 from loraplex.server.model.spec.served_as import served_as, with_inputs_as_they_are
 from loraplex.server.model.steps.rows import Rows
+from loraplex.server.model.tower.picture_store import PictureStore
 from loraplex.server.model.weights import INT8_SCALES, ModelWeights, load_weights
 
 log = logging.getLogger(__name__)
@@ -65,6 +67,8 @@ def build_parts(
     folder = Path(config.model_path)
     whole = served_as(read_config(folder), config.quantize, config.activations)
     whole = _as_the_device_multiplies(whole, device)
+    if not config.picture_memory or (load is None and not has_tower(read_shards(folder))):
+        whole = msgspec.structs.replace(whole, pictures=None)
     if load is None:
         load = partial(_load, folder, whole, phases, at_load=config.quantize, shard=group.shard)
     parts = _build_parts(config, whole, group, load, device, phases)
@@ -161,7 +165,8 @@ def _build_parts(
         device=device,
     )
     size = (limits.max_rows, limits.max_context, config.page_size)
-    rows = Rows(*size, device, limits.short_context, len(cache.groups.windows))
+    groups = len(cache.groups.windows)
+    rows = Rows(*size, device, limits.short_context, groups, limits.pictures)
     parameters = RowSampling(limits.max_rows, model.vocab_size, model.eos_token_ids, device)
     return Parts(
         whole,
@@ -176,7 +181,20 @@ def _build_parts(
         limits,
         memory,
         config.dora_graphs,
+        _make_pictures(model, weights, limits),
     )
+
+
+def _make_pictures(
+    model: ModelSpec, weights: ModelWeights, limits: ExecutorLimits
+) -> PictureStore | None:
+    """Make what reads pictures, and warm it on a GPU."""
+    if model.pictures is None or weights.tower is None or limits.pictures is None:
+        return None
+    store = PictureStore(model.pictures, weights.tower, limits.pictures)
+    if store.results.is_cuda:
+        store.warm()
+    return store
 
 
 def _filled(

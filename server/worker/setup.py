@@ -242,6 +242,7 @@ def engine_config(
         prompt_share=config.prompt_share,
         max_draft=sizes.max_draft,
         snapshot_memory=sizes.snapshot_memory,
+        picture_memory=config.picture_memory,
         adapter_slots=config.adapter_slots,
         dora_graphs=config.dora_graphs,
         gpu_memory_utilization=config.gpu_memory_utilization,

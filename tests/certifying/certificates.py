@@ -7,7 +7,7 @@ from hashlib import blake2b
 
 import msgspec
 
-from loraplex.server.protocol import VectorParams
+from loraplex.server.protocol import PictureSpan, VectorParams
 
 Mark = bytes
 # Numbers of a vector of hidden states.
@@ -42,6 +42,21 @@ def next_mark(mark: Mark, token_id: int, adapter: str | None) -> Mark:
     """Mark after one more token. adapter: digest of the adapter that acts on it, or None."""
     origin = b"base" if adapter is None else b"lora" + adapter.encode()
     return blake2b(mark + token_id.to_bytes(8, "little") + origin, digest_size=16).digest()
+
+
+def pictured_id(picture: str, grid: Sequence[int], index: int) -> int:
+    """What a placeholder counts as, in marks: no other token of any picture counts as that."""
+    said = f"{picture} {tuple(grid)} {index}".encode()
+    return int.from_bytes(blake2b(said, digest_size=7).digest(), "little")
+
+
+def pictured_ids(prompt_ids: Sequence[int], pictures: Sequence[PictureSpan]) -> list[int]:
+    """A prompt's ids as marks count them."""
+    found = list(prompt_ids)
+    for span in pictures:
+        for index in range(span.length):
+            found[span.start + index] = pictured_id(span.picture, span.grid, index)
+    return found
 
 
 def certified_token(mark: Mark, options: CertifyOptions, may_stop: bool = True) -> int:

@@ -20,6 +20,8 @@ from loraplex.server.engine.executor import (
     ExecutorLimits,
     Masks,
     MemoryLine,
+    PictureCopy,
+    PictureIn,
 )
 from loraplex.server.engine.memory.extents import each
 from loraplex.server.engine.plan import (
@@ -40,6 +42,7 @@ from tests.certifying.certificates import (
     certified_vector,
     next_mark,
 )
+from tests.certifying.pictures import Encoded, FakePictures
 
 MAX_REMEMBERED = 65_536
 
@@ -67,18 +70,23 @@ class FakeRow:
         self.num_computed = -1  # unknown before the first slice
         self.num_cached = 0
         self.adapter: str | None = None
+        self.pictured: dict[int, int] = {}  # what placeholders of pictures count as
         self.marks: list[Mark] = []  # after each computed token
         self.taken = 0  # tokens that the row's state has taken, each once
         self.state = ROOT_MARK  # after them
         self.num_drafted = 0  # tokens behind them whose inputs are kept
+
+    def said(self, position: int) -> int:
+        """The token there, as marks count it."""
+        return self.pictured.get(position, self.tokens[position])
 
     def replay(self, piece: SeqSlice) -> None:
         """The state takes tokens of the last draft."""
         missing = piece.start - self.taken
         check(missing == piece.replays, f"the state has {self.taken} tokens, not {piece.start}")
         check(piece.replays <= self.num_drafted, "replays of no draft")
-        for token_id in self.tokens[self.taken : piece.start]:
-            self.state = next_mark(self.state, token_id, self.adapter)
+        for position in range(self.taken, piece.start):
+            self.state = next_mark(self.state, self.said(position), self.adapter)
         self.num_drafted = len(piece.draft)
 
     def take_back(self) -> None:
@@ -159,6 +167,7 @@ class CertifyingExecutor:
         self.summary: tuple[str, ...] = ("no model: tokens are certificates",)
         self.memory: tuple[MemoryLine, ...] = ()
         self.options = options or CertifyOptions(limits.vocab_size, limits.eos_token_ids)
+        self.pictures = FakePictures(limits.pictures, self.options.copy_polls)
         self._witness: SlabWitness | None = None
         if self.options.check_bytes and host_arena is not None:
             self._witness = SlabWitness(host_arena)
@@ -192,6 +201,7 @@ class CertifyingExecutor:
             check(0 <= start.seq_row < self.limits.max_rows, f"no row {start.seq_row}")
             check(start.seq_row not in self._rows, f"row {start.seq_row} is in use")
             self._rows[start.seq_row] = FakeRow(start, self.limits)
+            self._read_pictures(self._rows[start.seq_row])
         for grant in plan.grants:
             self._grant(grant)
         for copy in plan.restores:
@@ -310,12 +320,14 @@ class CertifyingExecutor:
         self._check_inputs(row, piece, known, end)
         self._check_adapter(row, piece)
         self._read_prefix(row, piece.start)
+        if piece.kind == "prompt" and piece.start < max(row.pictured, default=-1):
+            self._read_pictures(row)  # again: their blocks must not have changed
         mark = row.marks[-1] if row.marks else ROOT_MARK
         check(not self.limits.has_states or row.state == mark, "the state is of another prefix")
         saves = {save.position: save.snapshot for save in piece.saves}
         scored = []
         for position in range(piece.start, known):
-            mark = next_mark(mark, row.tokens[position], row.adapter)
+            mark = next_mark(mark, row.said(position), row.adapter)
             self._write(row, piece.seq_row, position, mark)
             row.marks.append(mark)
             row.taken, row.state = position + 1, mark
@@ -425,8 +437,9 @@ class CertifyingExecutor:
     def _chain(row: FakeRow, begin: int, end: int) -> list[Mark]:
         """Marks of the row's first tokens, if its adapter acts from `begin` on."""
         marks, mark = list[Mark](), ROOT_MARK
-        for position, token_id in enumerate(row.tokens[:end]):
-            mark = next_mark(mark, token_id, row.adapter if position >= begin else None)
+        for position in range(end):
+            acting = row.adapter if position >= begin else None
+            mark = next_mark(mark, row.said(position), acting)
             marks.append(mark)
         return marks
 
@@ -466,6 +479,25 @@ class CertifyingExecutor:
 
     def wait_idle(self) -> None:
         self._in_flight.clear()
+        self.pictures.forget()
+
+    # ---- pictures
+
+    def _read_pictures(self, row: FakeRow) -> None:
+        for placed in row.start.pictures:
+            ids = self.pictures.ids(placed)
+            found = dict(enumerate(ids, placed.start))
+            check(all(row.pictured.get(at, said) == said for at, said in found.items()), "changed")
+            row.pictured |= found
+
+    def start_picture(self, copy: PictureCopy) -> None:
+        self.pictures.start(copy)
+
+    def poll_pictures(self) -> list[PictureIn]:
+        return self.pictures.poll()
+
+    def encode(self, layers: int) -> Encoded:
+        return self.pictures.encode(layers)
 
     # ---- adapters
 

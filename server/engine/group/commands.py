@@ -3,7 +3,14 @@
 import msgspec
 import numpy as np
 
-from loraplex.server.engine.executor import AdapterCopy, CopyOver, CopySums, Masks
+from loraplex.server.engine.executor import (
+    AdapterCopy,
+    CopyOver,
+    CopySums,
+    Masks,
+    PictureCopy,
+    PictureIn,
+)
 from loraplex.server.engine.plan import StepPlan
 
 
@@ -52,9 +59,21 @@ class UseCopy(msgspec.Struct, frozen=True, array_like=True, tag="uc"):
     """The next step may use the oldest copy that none may use yet."""
 
 
-Command = Launch | Constrain | StartCopy | AddSums | UseCopy
+class StartPicture(msgspec.Struct, frozen=True, array_like=True, tag="sp"):
+    """Begin to bring a picture's patches. Answered by PictureIn."""
+
+    copy: PictureCopy
+
+
+class Encode(msgspec.Struct, frozen=True, array_like=True, tag="en"):
+    """Launch further layers of the tower."""
+
+    layers: int
+
+
+Command = Launch | Constrain | StartCopy | AddSums | UseCopy | StartPicture | Encode
 # What the others tell the leader.
-Answer = CopyOver | CopySums
+Answer = CopyOver | CopySums | PictureIn
 
 _encoder = msgspec.msgpack.Encoder()
 _commands = msgspec.msgpack.Decoder(Command)

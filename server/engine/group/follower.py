@@ -12,8 +12,10 @@ from loraplex.server.engine.group.commands import (
     AddSums,
     Command,
     Constrain,
+    Encode,
     Launch,
     StartCopy,
+    StartPicture,
     UseCopy,
     decode_command,
     encode,
@@ -72,6 +74,11 @@ class Follower:
                 self._executor.add_sums(sums)
             case UseCopy():
                 self._executor.use_copy()
+            case StartPicture(copy):
+                self._copying += 1
+                self._executor.start_picture(copy)
+            case Encode(layers):
+                self._executor.encode(layers)
             case _:
                 assert_never(command)
 
@@ -83,3 +90,6 @@ class Follower:
             send_frame(self._link, encode(over))
         for sums in self._executor.sums_offered():
             send_frame(self._link, encode(sums))
+        for picture in self._executor.poll_pictures():
+            self._copying -= 1
+            send_frame(self._link, encode(picture))

@@ -4,7 +4,7 @@ import logging
 import queue
 import socket
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Generic
@@ -19,7 +19,10 @@ from loraplex.server.engine.executor import (
     CopySums,
     CopyUsable,
     Masks,
+    PictureCopy,
+    PictureIn,
     T,
+    Ticket,
 )
 from loraplex.server.engine.framing import FrameError, receive_frame, send_frame
 from loraplex.server.engine.group.commands import (
@@ -27,8 +30,10 @@ from loraplex.server.engine.group.commands import (
     Answer,
     Command,
     Constrain,
+    Encode,
     Launch,
     StartCopy,
+    StartPicture,
     UseCopy,
     decode_answer,
     encode,
@@ -64,6 +69,8 @@ class GroupExecutor(Generic[T]):
         self._over: defaultdict[str, list[str | None]] = defaultdict(list)
         # Of copies that wait for them, by digest: the numbers of each process that has offered its.
         self._sums: defaultdict[str, list[np.ndarray]] = defaultdict(list)
+        # Of pictures that are not in every process, in the order of their start: the errors.
+        self._pictures: deque[tuple[str, list[str | None]]] = deque()
         self._gone = threading.Event()
         self._readers = [
             threading.Thread(target=self._read, args=(link,), name=f"shard-{i}", daemon=True)
@@ -104,16 +111,32 @@ class GroupExecutor(Generic[T]):
                 found += self._note(news)
         for sums in self._executor.sums_offered():
             self._add(sums)
-        with suppress(queue.Empty):
-            while True:
-                answer = self._answers.get_nowait()
-                if isinstance(answer, CopySums):
-                    self._add(answer)
-                else:
-                    found += self._note(answer)
+        found += self._read_answers()
         if self._gone.is_set():
             raise GroupLost("a process of the group is gone")
         return found
+
+    def start_picture(self, copy: PictureCopy) -> None:
+        self._tell(StartPicture(copy))
+        self._pictures.append((copy.picture, []))
+        self._executor.start_picture(copy)
+
+    def poll_pictures(self) -> list[PictureIn]:
+        """A picture is in once every process has its patches, or none."""
+        for news in self._executor.poll_pictures():
+            self._note_picture(news)
+        found = []
+        while self._pictures and len(self._pictures[0][1]) > len(self._links):
+            picture, errors = self._pictures.popleft()
+            failed = [error for error in errors if error is not None]
+            if failed and len(failed) < len(errors):
+                raise GroupLost(f"a process of the group lacks a picture: {failed[0]}")
+            found.append(PictureIn(picture, failed[0] if failed else None))
+        return found
+
+    def encode(self, layers: int) -> Ticket:
+        self._tell(Encode(layers))
+        return self._executor.encode(layers)
 
     def close(self) -> None:
         for link in self._links:
@@ -121,6 +144,25 @@ class GroupExecutor(Generic[T]):
                 link.shutdown(socket.SHUT_RDWR)
             link.close()
         self._executor.close()
+
+    def _read_answers(self) -> list[CopyOver]:
+        """Note what the other processes have told. Returns copies that are over in all."""
+        found: list[CopyOver] = []
+        with suppress(queue.Empty):
+            while True:
+                answer = self._answers.get_nowait()
+                if isinstance(answer, CopySums):
+                    self._add(answer)
+                elif isinstance(answer, PictureIn):
+                    self._note_picture(answer)
+                else:
+                    found += self._note(answer)
+        return found
+
+    def _note_picture(self, news: PictureIn) -> None:
+        """Note what has become of a picture in one process. Each tells of its pictures in turn."""
+        of = (errors for name, errors in self._pictures if name == news.picture)
+        next(of).append(news.error)
 
     def _note(self, news: CopyOver) -> list[CopyOver]:
         """Note that a copy has ended in one process; with the last one, return the end of all.

@@ -3,10 +3,10 @@
 Layers are in groups (`ExecutorLimits.page_windows`), and a page is of one group.
 
 A page's content is named by a SHA-256 chain over salt, acting adapter (or base), whether its
-sequence is long, and all tokens up to its end. Before an activated adapter acts the chain is the
-base's. Only full pages are shared and nobody writes to a full page, so nothing is ever copied. A
-sequence that gives up its row may leave its last page under a hash of fewer tokens; who takes it
-has the page alone.
+sequence is long, and all tokens up to its end, with the pictures that some of them stand for.
+Before an activated adapter acts the chain is the base's. Only full pages are shared and nobody
+writes to a full page, so nothing is ever copied. A sequence that gives up its row may leave its
+last page under a hash of fewer tokens; who takes it has the page alone.
 """
 
 from array import array
@@ -34,9 +34,21 @@ def activated_hash(parent: PageHash, adapter: str, offset: int) -> PageHash:
     return sha256(parent + adapter.encode() + offset.to_bytes(8, "little")).digest()
 
 
-def page_hash(parent: PageHash, token_ids: Sequence[int]) -> PageHash:
-    """The hash of a full page of `token_ids` after the pages that `parent` stands for."""
-    return sha256(parent + array("q", token_ids).tobytes()).digest()
+def page_hash(parent: PageHash, token_ids: Sequence[int], pictured: bytes = b"") -> PageHash:
+    """The hash of a full page of `token_ids` after the pages that `parent` stands for. pictured:
+    what its placeholders stand for (`picture_mark`)."""
+    return sha256(parent + array("q", token_ids).tobytes() + pictured).digest()
+
+
+# No token has this id, so that marks are told from tokens.
+_MARK = array("q", [-1]).tobytes()
+
+
+def picture_mark(picture: str, grid: Sequence[int], place: int, first: int) -> bytes:
+    """What a page's hash takes of a picture. place: in the page, of its first token there. first:
+    which token of the picture that is."""
+    numbers = array("q", (*grid, place, first)).tobytes()
+    return _MARK + sha256(picture.encode()).digest() + numbers
 
 
 def group_key(digest: PageHash, group: int) -> PageHash:

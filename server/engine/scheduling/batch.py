@@ -7,6 +7,7 @@ from collections import abc
 from loraplex.server.constraints.wishes import MaskWish
 from loraplex.server.engine.executor import ExecutorLimits
 from loraplex.server.engine.plan import PageGrant, RowStart, SeqSlice, StateCopy, StepPlan
+from loraplex.server.engine.scheduling.picture_loads import PictureLoads
 from loraplex.server.engine.scheduling.prompt_shares import PromptShares, StepLoad
 from loraplex.server.engine.scheduling.sequence import Sequence, State
 from loraplex.server.engine.scheduling.states import SequenceStates
@@ -29,6 +30,7 @@ class Batch:
         num_running: int,
         prompts: PromptShares,
         states: SequenceStates,
+        pictures: PictureLoads,
     ) -> None:
         """Begin an empty step. num_running: sequences for which the step keeps a token each before
         any draft, those that may be admitted included.
@@ -39,7 +41,7 @@ class Batch:
         self._page_size = limits.page_size
         self._short_context = limits.short_context
         self.drafts_left = max(0, min(self.budget, limits.max_decodes) - num_running)
-        self._prompts, self._states = prompts, states
+        self._prompts, self._states, self._pictures = prompts, states, pictures
         self._is_causal, self._has_states = limits.is_causal, limits.has_states
 
     def room(self, sequence: Sequence) -> int:
@@ -63,6 +65,7 @@ class Batch:
                 choice=request.choice,
                 eos_suppressed_until=request.sampling.min_tokens,
                 vocab_size=request.vocab_size,
+                pictures=self._pictures.placed(sequence),
             )
         )
         for number, group in enumerate(sequence.pages):

@@ -110,6 +110,11 @@ def token_event(
     prompt_logprobs = None
     if first and sequence.needs_prompt_logprobs and len(scored) + 1 == sequence.prompt_len:
         prompt_logprobs = (TokenLogprob(sequence.tokens[0], None), *scored)
+        for span in request.pictures:  # whose placeholders nobody says
+            within = slice(span.start, span.start + span.length)
+            nothing = (TokenLogprob(token_id, None) for token_id in sequence.tokens[within])
+            before, behind = prompt_logprobs[: within.start], prompt_logprobs[within.stop :]
+            prompt_logprobs = (*before, *nothing, *behind)
     sequence.accept(token_ids)
     sequence.started = True
     event = TokenEvent(

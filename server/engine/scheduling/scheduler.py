@@ -9,10 +9,21 @@ from collections import deque
 
 from loraplex.server.constraints.wishes import ConstraintNews, MaskWish
 from loraplex.server.engine.admission import Refusal, num_ids, refuse, token_limit
-from loraplex.server.engine.executor import AdapterCopy, CopyNews, CopyUsable, ExecutorLimits
+from loraplex.server.engine.executor import (
+    AdapterCopy,
+    CopyNews,
+    CopyUsable,
+    ExecutorLimits,
+    PictureIn,
+)
 from loraplex.server.engine.memory.residency import AdapterArena
 from loraplex.server.engine.memory.scaled_slots import ScaledSlots
-from loraplex.server.engine.messages import EngineStats, SequenceEvent, SlabStaged
+from loraplex.server.engine.messages import (
+    EncodePicture,
+    EngineStats,
+    SequenceEvent,
+    SlabStaged,
+)
 from loraplex.server.engine.plan import SeqSlice, SliceResult, StepPlan
 from loraplex.server.engine.scheduling.batch import Batch
 from loraplex.server.engine.scheduling.device_shares import DeviceShares
@@ -30,6 +41,7 @@ from loraplex.server.engine.scheduling.events import (
 from loraplex.server.engine.scheduling.kv import SequencePages
 from loraplex.server.engine.scheduling.loading import AdapterLoads
 from loraplex.server.engine.scheduling.mask_share import MaskShare
+from loraplex.server.engine.scheduling.picture_loads import Failed, PictureLoads
 from loraplex.server.engine.scheduling.prompt_shares import PromptShares
 from loraplex.server.engine.scheduling.scheduler_config import SchedulerConfig
 from loraplex.server.engine.scheduling.sequence import (
@@ -56,6 +68,7 @@ class Scheduler:
         self.loads = AdapterLoads(self.arena, config.max_loading, config.drain_after_s)
         self.shares = DeviceShares(limits, self.arena)
         self.grammars = GrammarWaits()
+        self.pictures = PictureLoads(limits.pictures)
         self.masks = MaskShare()
         self.drafting = Drafting(config.max_draft, config.draft_memory)
         self.prompts = PromptShares(config)
@@ -133,6 +146,7 @@ class Scheduler:
                 self._fail(sequence, code, message)
             else:
                 self._settle(sequence)
+        self._fail_pictures(self.pictures.lost(), code)
 
     def slab_staged(self, staged: SlabStaged, now: float) -> None:
         copy = AdapterCopy(-1, staged.layout, staged.extents, ())
@@ -158,6 +172,21 @@ class Scheduler:
         if news.error is not None:
             self._fail_waiters(self.loads.take_waiters(news.digest), news.error)
 
+    def picture_came(self, message: EncodePicture) -> None:
+        self._fail_pictures(self.pictures.came(message))
+
+    def picture_missing(self, picture: str, message: str) -> None:
+        self._fail_pictures(self.pictures.missing(picture, message))
+
+    def picture_news(self, news: PictureIn) -> None:
+        self._fail_pictures(self.pictures.is_in(news))
+
+    def _fail_pictures(self, failed: list[Failed], code: ErrorCode = "invalid_image") -> None:
+        for sequences, message in failed:
+            for sequence in sequences:
+                if sequence.state is not State.FINISHED:  # by another picture of its
+                    self._fail(sequence, code, message)
+
     def _fail_waiters(self, waiters: list[Sequence], message: str) -> None:
         for sequence in waiters:
             self._fail(sequence, "adapter_unavailable", message)
@@ -172,6 +201,10 @@ class Scheduler:
         """Sequences whose terminal event is still to come."""
         return len(self._sequences)
 
+    @property
+    def _num_parked(self) -> int:
+        return self.loads.num_parked + len(self.grammars) + len(self.pictures)
+
     def next_deadline(self) -> float | None:
         """The time at which `plan` has something to do even if nothing else happens."""
         first = self._deadlines.next()
@@ -181,7 +214,7 @@ class Scheduler:
         return EngineStats(
             free_pages=self.pages.pool.available,
             running=len(self._running),
-            waiting=len(self._waiting) + self.loads.num_parked + len(self.grammars),
+            waiting=len(self._waiting) + self._num_parked,
             resident=self.arena.num_ready,
             loading=self.loads.loading,
             preemptions=self._preemptions,
@@ -199,10 +232,13 @@ class Scheduler:
         self._now = now
         self._expire(now)
         self._make_room(now)
+        for sequence in self.pictures.take_ready():
+            sequence.move(State.WAITING)
+            self._enqueue(sequence)
         self.pages.begin_plan()
         running = list(self._running)
         soon = len(running) + min(len(self._waiting), len(self.rows.free))
-        context = (self.prompts, self.states)
+        context = (self.prompts, self.states, self.pictures)
         batch = Batch(self._step + 1, self.limits, self.rows.freed, soon, *context)
         self.masks.begin_plan(running, self.prompts.cost.decode_s)
         self.drafting.begin_plan(running, ahead=bool(self._in_flight), room=batch.drafts_left)
@@ -396,6 +432,8 @@ class Scheduler:
             self.states.saved(sequence, piece.saves, is_valid=is_valid)
             if sequence.state is State.RUNNING:
                 self._apply(sequence, piece, result)
+            if sequence.pictures_end and not sequence.is_late:
+                self.pictures.computed(sequence, piece.start + piece.num_new)
             sequence.is_late = False
             if sequence in self._departing:
                 self._settle(sequence)
@@ -446,6 +484,7 @@ class Scheduler:
         self._events[-1] = with_cost(self._events[-1], sequence)
         self.drafting.end(sequence)
         self._deadlines.discard(sequence.key)
+        self.pictures.release(sequence)
         if sequence.state is State.NEEDS_ADAPTER:
             self.loads.unpark(sequence)
         elif sequence.state is State.NEEDS_GRAMMAR:
@@ -476,6 +515,7 @@ class Scheduler:
         if sequence.leaving and sequence.state is State.RUNNING:
             self.pages.leave(sequence)
         self.pages.release(sequence)
+        self.pictures.release(sequence)
         self.rows.give_back(sequence.seq_row)
         if sequence.adapter is not None:
             self.arena.release(sequence.adapter)
@@ -485,6 +525,7 @@ class Scheduler:
         sequence.prompt_logprobs.clear()
 
     def _enqueue(self, sequence: Sequence) -> None:
+        self.pictures.want(sequence)
         if sequence.constraint is None and sequence.request.sampling.is_constrained:
             self.grammars.park(sequence)
         elif not self._has_adapter(sequence):
@@ -493,5 +534,8 @@ class Scheduler:
             self.loads.park(sequence)
         elif (problem := self.loads.misfit(sequence)) is not None:
             self._fail(sequence, "invalid_request", problem)
+        elif not self.pictures.is_ready(sequence):
+            sequence.move(State.NEEDS_PICTURES)
+            self.pictures.park(sequence)
         else:
             insort(self._waiting, sequence, key=BY_PRECEDENCE)

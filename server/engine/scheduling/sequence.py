@@ -5,7 +5,7 @@ import sys
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import islice, takewhile, zip_longest
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from loraplex.server.engine.memory.pages import (
     PageHash,
     activated_hash,
     page_hash,
+    picture_mark,
     root_hash,
 )
 from loraplex.server.protocol import (
@@ -32,6 +33,7 @@ class State(enum.Enum):
     NEEDS_GRAMMAR = "needs_grammar"  # its constraint is being made
     WAITING = "waiting"  # for a row and pages
     NEEDS_ADAPTER = "needs_adapter"  # its adapter is not on the device
+    NEEDS_PICTURES = "needs_pictures"  # results of its pictures are not on the device
     RUNNING = "running"  # holds a row, pages and its adapter's lease
     FINISHED = "finished"  # its terminal event is out; steps in flight may still use its pages
 
@@ -39,9 +41,13 @@ class State(enum.Enum):
 TRANSITIONS: dict[State, frozenset[State]] = {
     State.NEEDS_GRAMMAR: frozenset({State.WAITING, State.FINISHED}),
     State.WAITING: frozenset(
-        {State.NEEDS_GRAMMAR, State.NEEDS_ADAPTER, State.RUNNING, State.FINISHED}
+        {
+            *(State.NEEDS_GRAMMAR, State.NEEDS_ADAPTER, State.NEEDS_PICTURES),
+            *(State.RUNNING, State.FINISHED),
+        }
     ),
     State.NEEDS_ADAPTER: frozenset({State.WAITING, State.FINISHED}),
+    State.NEEDS_PICTURES: frozenset({State.WAITING, State.FINISHED}),
     State.RUNNING: frozenset({State.WAITING, State.FINISHED}),
     State.FINISHED: frozenset(),
 }
@@ -125,11 +131,15 @@ class Sequence:
     copy_s: float = 0.0
     prompt_len: int = 0
     last_input: int = 0  # tokens that are ever inputs; an output's last token never is
+    pictures_end: int = 0  # the first token behind all pictures; 0 = there are none
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.request.prompt_ids)
         self.last_input = max(self.limit - 1, self.prompt_len)
         self.tokens = [*self.request.prompt_ids, *self.request.accepted_ids]
+        if self.request.pictures:
+            last = self.request.pictures[-1]
+            self.pictures_end = last.start + last.length
 
     def move(self, state: State) -> None:
         if state not in TRANSITIONS[self.state]:
@@ -256,21 +266,37 @@ class Sequence:
         hashes = self.hashes
         while len(hashes) <= page:
             begin = len(hashes) * page_size
-            tokens = self.tokens[begin : begin + page_size]
-            hashes.append(page_hash(self._parent(page_size, len(hashes)), tokens))
+            hashes.append(self._hash(page_size, len(hashes), begin + page_size))
         return hashes[page]
+
+    def _hash(self, page_size: int, page: int, end: int) -> PageHash:
+        """The hash of page number `page` up to the token `end`; pages before it are hashed."""
+        begin, parent = page * page_size, self._parent(page_size, page)
+        if not self.request.pictures:
+            return page_hash(parent, self.tokens[begin:end])
+        marks = (
+            picture_mark(span.picture, span.grid, first - begin, first - span.start)
+            for span in self.request.pictures
+            if (first := max(begin, span.start)) < min(end, span.start + span.length)
+        )
+        return page_hash(parent, self.tokens[begin:end], b"".join(marks))
 
     def digest_at(self, page_size: int, count: int) -> PageHash:
         """The hash of its first `count` tokens, which are known, at least one."""
         page, rest = divmod(count, page_size)
         digest = self.page_hash(page_size, page - 1) if page else b""
-        if not rest:
-            return digest
-        return page_hash(self._parent(page_size, page), self.tokens[count - rest : count])
+        return self._hash(page_size, page, count) if rest else digest
+
+    def _other_pictures(self, other: "Sequence") -> list[int]:
+        """Where the first picture begins that not both have."""
+        both = zip_longest(self.request.pictures, other.request.pictures)
+        pairs = ([span for span in pair if span is not None] for pair in both if pair[0] != pair[1])
+        return [min(span.start for span in pair) for pair in islice(pairs, 1)]
 
     def shared_with(self, other: "Sequence") -> int:
-        """How many first tokens both have, as far as the same adapter acts on them."""
-        limits = [min(len(self.tokens), len(other.tokens))]
+        """How many first tokens both have, as far as the same adapter acts on them and they stand
+        for the same pictures."""
+        limits = [min(len(self.tokens), len(other.tokens)), *self._other_pictures(other)]
         if (self.acting, self.adapter_from) != (other.acting, other.adapter_from):
             limits += [each.adapter_from for each in (self, other) if each.acting is not None]
         pairs = zip(self.tokens[: min(limits)], other.tokens, strict=False)

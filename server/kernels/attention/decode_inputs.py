@@ -1,10 +1,21 @@
 """Gathers before a step's first layer: inputs of its decodes, pages of its prompts."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 _SEQUENCES = 64  # of a program
+
+
+class Shifted(NamedTuple):
+    """Rows of the rotation's tables, where these are not positions: `position + factor *
+    shifts[row]`. shifts: int64 `[rows]`. turns: int64 `[batch]`, where they are written."""
+
+    shifts: torch.Tensor
+    factor: int
+    turns: torch.Tensor
 
 
 def gather_inputs(
@@ -13,6 +24,7 @@ def gather_inputs(
     page_table: torch.Tensor,
     token_ids: torch.Tensor,
     positions: torch.Tensor,
+    shifted: Shifted | None = None,
 ) -> None:
     """Gather the inputs of a decode step from the host's columns and the rows. columns: int32 `[5 +
     2 * groups, batch]`: a sequence's row, its position, its token (-1 = `tokens[row,
@@ -24,18 +36,23 @@ def gather_inputs(
     int64 `[batch]`. A row must not appear twice with something to write.
     """
     batch = columns.shape[1]
+    shifts, factor, turns = shifted or (positions, 0, positions)
     _gather_inputs_kernel[(triton.cdiv(batch, _SEQUENCES),)](
         columns,
         tokens,
         page_table,
         token_ids,
         positions,
+        shifts,
+        turns,
+        factor,
         columns.stride(0),
         tokens.stride(0),
         page_table.stride(0),
         page_table.stride(1),
         batch,
         GROUPS=len(page_table),
+        SHIFTED=shifted is not None,
         BLOCK=_SEQUENCES,
         num_warps=2,
     )
@@ -56,7 +73,9 @@ def gather_pages(
 
 
 @triton.jit(
-    do_not_specialize=["stride_column", "stride_tokens", "stride_group", "stride_pages", "batch"]
+    do_not_specialize=[
+        *("stride_column", "stride_tokens", "stride_group", "stride_pages", "batch", "factor"),
+    ]
 )
 def _gather_inputs_kernel(
     columns_ptr: tl.tensor,
@@ -64,12 +83,16 @@ def _gather_inputs_kernel(
     page_table_ptr: tl.tensor,
     token_ids_ptr: tl.tensor,
     positions_ptr: tl.tensor,
+    shifts_ptr: tl.tensor,
+    turns_ptr: tl.tensor,
+    factor: tl.tensor,
     stride_column: tl.tensor,
     stride_tokens: tl.tensor,
     stride_group: tl.tensor,
     stride_pages: tl.tensor,
     batch: tl.tensor,
     GROUPS: tl.constexpr,
+    SHIFTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -83,6 +106,9 @@ def _gather_inputs_kernel(
     tl.store(token_ptr, token, mask=live & (given >= 0))
     tl.store(token_ids_ptr + b, token.to(tl.int64), mask=live)
     tl.store(positions_ptr + b, position.to(tl.int64), mask=live)
+    if SHIFTED:
+        shift = tl.load(shifts_ptr + row, mask=live, other=0) * factor
+        tl.store(turns_ptr + b, position.to(tl.int64) + shift, mask=live)
     for group in tl.static_range(GROUPS):
         granted_ptr = columns_ptr + (5 + 2 * group) * stride_column + b
         granted = tl.load(granted_ptr, mask=live, other=0).to(tl.int64)

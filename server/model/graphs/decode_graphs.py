@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from loraplex.server.kernels.attention.decode_inputs import gather_inputs
+from loraplex.server.kernels.attention.decode_inputs import Shifted, gather_inputs
 from loraplex.server.kernels.sampling.greedy import GreedyScratch, greedy_append
 from loraplex.server.model.decoder import Decoder
 from loraplex.server.model.graphs.decode_batch import APPEND, ROW, SLOT, DecodeBatch, num_columns
@@ -56,8 +56,8 @@ class DecodeGraphs:
         vocab, dtype = decoder.spec.vocab_size, ops.cache.dtype
         self._logits = torch.empty(most, vocab, dtype=dtype, device=device)
         self._sampled = torch.empty(most, dtype=torch.int32, device=device)
-        self._token_ids, self._positions = (
-            torch.zeros(most, dtype=torch.int64, device=device) for _ in range(2)
+        self._token_ids, self._positions, self._turns = (
+            torch.zeros(most, dtype=torch.int64, device=device) for _ in range(3)
         )
         self._scratch = GreedyScratch(most, device)
         self._work = {size: ops.decode_work(size) for size in sizes}
@@ -147,14 +147,16 @@ class DecodeGraphs:
                 columns[SLOT], reach, decodes=True
             )
         logits, sampled = self._logits[:size], self._sampled[:size]
-        rows = self._rows
+        rows, shifts = self._rows, self._ops.rotations.shifts(self._rows)
+        turns = None if shifts is None else self._turns[:size]
+        shifted = None if turns is None or shifts is None else Shifted(*shifts, turns)
         work = self._work[size].items(packed[used:])
 
         def step() -> None:
-            gather_inputs(columns, rows.tokens, rows.page_table, token_ids, positions)
+            inputs = (columns, rows.tokens, rows.page_table, token_ids, positions)
+            gather_inputs(*inputs, shifted)
             if lora is not None:
                 self._ops.route(lora)
-            turns = self._ops.rotations.turns(positions, columns[ROW], rows.long_rows)
             views = decode_views(columns[ROW], positions, rows.page_table, work, turns)
             attention = Attention(slice(size), views, slice(0), None)
             states = NO_STATES

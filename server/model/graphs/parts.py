@@ -14,6 +14,7 @@ from loraplex.server.model.sampling.row_sampling import RowSampling
 from loraplex.server.model.sampling.sampler import Draws
 from loraplex.server.model.spec.model_spec import ModelSpec
 from loraplex.server.model.steps.rows import Rows
+from loraplex.server.model.tower.picture_store import PictureStore
 from loraplex.server.model.weights import ModelWeights
 
 
@@ -22,7 +23,7 @@ class Parts:
     """Parts of a set of ops, all on one device. model: the device's part of the whole.
 
     The device shares the whole with its group. memory: what fills the device. dora_graphs:
-    see WorkerConfig.
+    see WorkerConfig. pictures: None = the model reads none.
     """
 
     whole: ModelSpec
@@ -37,6 +38,7 @@ class Parts:
     limits: ExecutorLimits
     memory: tuple[MemoryLine, ...]
     dora_graphs: bool
+    pictures: PictureStore | None = None
 
     def decoder(self, ops: Any, weights: ModelWeights | None = None) -> Decoder[Any, Any, Any]:
         """Make a decoder, for a group of devices where there is one. ops: of the device alone.

@@ -33,8 +33,8 @@ class GraphAttention:
         self._ops, self._prompts, self._page_table = ops, prompts, page_table
         self._most_decodes = most_decodes
         device = ops.device
-        self._positions = torch.zeros(most_tokens, dtype=torch.int64, device=device)
-        self._turns = torch.zeros(most_tokens, dtype=torch.int64, device=device)
+        # Positions, and rows of the rotation's tables.
+        self._places = torch.zeros(2, most_tokens, dtype=torch.int64, device=device)
         slots = (len(page_table), most_tokens)
         self._kv_slots = torch.full(slots, -1, dtype=torch.int64, device=device)
         attentions = ops.model.attentions.values()
@@ -47,21 +47,21 @@ class GraphAttention:
 
     def plan(self, size: int) -> CudaPlan:
         """Plan a graph of `size` tokens, whatever they are."""
-        rows, positions = self._packed[:size], self._positions[:size]
+        rows, (positions, turns) = self._packed[:size], self._places[:, :size]
         work = self._work(size).items(self._packed[size:])
-        turns = self._turns[:size] if self._ops.rotations.has_long else None
-        views = decode_views(rows, positions, self._page_table, work, turns)
+        own_turns = turns if self._ops.rotations.has_turns else None
+        views = decode_views(rows, positions, self._page_table, work, own_turns)
         attention = Attention(_ALL, views, _ALL, self._prompts)
-        return CudaPlan(positions, self._kv_slots[:, :size], attention, self.attended, turns)
+        return CudaPlan(positions, self._kv_slots[:, :size], attention, self.attended, own_turns)
 
     def fill(self, size: int, layout: StepLayout) -> None:
         """Write the inputs of a step for the next replay of the graph with this size."""
         n, tokens = layout.num_decodes, len(layout.positions)
         first = tokens - n
-        self._positions[:tokens].copy_(layout.positions.roll(-n))
-        turns = self._ops.rotations.turns(layout.positions, layout.token_rows, layout.long_rows)
-        if turns is not None:
-            self._turns[:tokens].copy_(turns.roll(-n))
+        turns, places = self._ops.rotations.turns(layout), layout.positions[None]
+        if turns is not None and turns is not layout.positions:
+            places = torch.stack((layout.positions, turns))
+        self._places[:, :tokens].copy_(places.roll(-n, 1))
         # Decodes write their own keys and values, but for latents.
         slots = self._ops.kv_slots(layout)
         kept = slots.roll(-n, 1) if self._keeps_all else slots[:, n:]

@@ -7,7 +7,7 @@ import msgspec
 
 from loraplex.adapters.manifest import ITEM_BYTES, SlabDtype
 from loraplex.server.config import ConfigError, EngineConfig, KvDtype
-from loraplex.server.engine.executor import ExecutorLimits, MemoryLine
+from loraplex.server.engine.executor import ExecutorLimits, MemoryLine, PictureLimits
 from loraplex.server.engine.memory.room import pages_held, tokens_that_fit
 from loraplex.server.model.ops.sizes import MOST_PADDING
 from loraplex.server.model.quantisation.forms import multiplies_rounded, packed_bytes
@@ -29,6 +29,11 @@ _LOGITS_COPIES = 8
 _FA2_PROGRAMS, _FA2_QUERIES = 2, 128
 # Tokens of a chunk in which states are computed (`loraplex.server.kernels.states`).
 _CHUNK = 32
+# Of the cache of pictures' results: tokens of a block. Of one picture: tokens that are always
+# served, where a step may have fewer. Of a tower on a GPU: patches times layers between two steps.
+_BLOCK_TOKENS = 64
+_PICTURE_TOKENS = 4096
+_CHUNK_PATCHES = 1 << 14
 _GIB = 1 << 30
 WORKSPACE = "workspace"
 MEMORY_ADVICE = (
@@ -51,6 +56,8 @@ def weights_bytes(model: ModelSpec, dtype: SlabDtype, *, packed: bool) -> int:
     packed: quantised matrices of layers stay so, all that config.json speaks of.
     """
     shapes = model.tensors()
+    if model.pictures is not None:  # whole on each device, in floating point
+        shapes |= {f"tower.{name}": of for name, of in model.pictures.tower.tensors().items()}
     total = sum(prod(shape) for name, shape in shapes.items() if not name.endswith(MXFP4_TENSORS))
     total *= ITEM_BYTES[dtype]
     for index, layer in enumerate(model.layers):
@@ -125,7 +132,7 @@ def workspace_bytes(model: ModelSpec, engine: EngineConfig) -> int:
     row = context * 4 + groups * -(-context // engine.page_size) * 8
     records = (engine.adapter_slots + engine.max_running) * model.num_sites * 64
     tables = engine.max_running * row + LOGITS_ROWS * context * 4
-    tables += _rotation_bytes(model, context) + records
+    tables += _rotation_bytes(model, engine, context) + records
     passing = 2 * activations + logits + masks + pieces + _written_out(model) * item
     widened = WIDENED_BYTES if engine.kv_dtype != "auto" else 0
     return _FIXED_WORKSPACE + widened + passing + tables
@@ -198,6 +205,53 @@ def draft_inputs_bytes(model: ModelSpec, engine: EngineConfig) -> int:
     return (engine.max_running + 1) * engine.max_draft * features * ITEM_BYTES[engine.dtype]
 
 
+def picture_limits(
+    model: ModelSpec, engine: EngineConfig, max_context: int
+) -> PictureLimits | None:
+    """Work out the limits of pictures; None where the model reads none. max_context: of sequences.
+    Raises ConfigError where not one block of results has room.
+    """
+    pictures = model.pictures
+    if pictures is None or not engine.picture_memory:
+        return None
+    tower, side = pictures.tower, pictures.merger.side
+    block = model.hidden_size * ITEM_BYTES[engine.dtype] * _BLOCK_TOKENS
+    blocks = engine.picture_memory // block
+    if not blocks:
+        raise ConfigError(
+            f"--picture-memory is {engine.picture_memory} bytes; one block alone takes {block}"
+            " (0 = the model reads no pictures)"
+        )
+    return PictureLimits(
+        token_id=pictures.token_id,
+        side=side,
+        columns=pictures.columns,
+        layers=tower.num_layers,
+        most_tokens=min(
+            max(engine.max_step_tokens, _PICTURE_TOKENS), blocks * _BLOCK_TOKENS, max_context
+        ),
+        num_blocks=blocks,
+        block_tokens=_BLOCK_TOKENS,
+        chunk=_CHUNK_PATCHES if engine.device == "cuda" else 1,
+    )
+
+
+def pictures_bytes(model: ModelSpec, engine: EngineConfig) -> int:
+    """Upper estimate of what pictures need beside weights: their results, patches of two of them,
+    and the tower's work on one."""
+    context = min(engine.max_context or model.max_context, model.max_context)
+    limits = picture_limits(model, engine, context)
+    if limits is None or model.pictures is None:
+        return 0
+    tower, item = model.pictures.tower, ITEM_BYTES[engine.dtype]
+    inner = max(_inner_width(layer, tower.hidden_size) for layer in tower.layers)
+    # The stream, its norm, q, k and v, these by windows, what is attended, a product and a sum;
+    # rotated q and k in float32.
+    widths = (14 * tower.hidden_size + inner) * item + 4 * tower.hidden_size * 4
+    patches = limits.most_tokens * limits.side**2
+    return engine.picture_memory + patches * (widths + 2 * limits.columns * item)
+
+
 def _inner_width(layer: LayerSpec, hidden: int) -> int:
     """Numbers that a token needs within MLPs; with experts those of each that it has, whose inputs
     and results lie apart from the token's."""
@@ -215,13 +269,14 @@ def _inputs_width(model: ModelSpec) -> int:
     return 0 if inputs is None else 2 * inputs.layers * (inputs.size + inputs.own_size)
 
 
-def _rotation_bytes(model: ModelSpec, context: int) -> int:
+def _rotation_bytes(model: ModelSpec, engine: EngineConfig, context: int) -> int:
     """Cosines and sines of every position, of each rotation that layers have, and of its long
-    factors."""
+    factors; with pictures also of a step's tokens."""
     kinds = {(of.rope, of.head_dim) for of in model.attentions.values()}
     turned = sum(rope.rotary_dim or head for rope, head in kinds if rope is not None)
     forms = 1 if model.within(context).short_context is None else 2
-    return forms * context * turned * 4
+    of_step = 0 if model.pictures is None else engine.max_step_tokens + MOST_PADDING
+    return (forms * context + of_step) * turned * 4
 
 
 def split_prompts_bytes(attention: AttentionSpec, processors: int) -> int:
@@ -248,6 +303,7 @@ def memory_table(
         MemoryLine("states", states_bytes(model, engine)),
         MemoryLine("snapshots", snapshots_bytes(model, engine)),
         MemoryLine("inputs of drafts", draft_inputs_bytes(model, engine)),
+        MemoryLine("pictures", pictures_bytes(model, engine)),
         MemoryLine(WORKSPACE, workspace_bytes(model, engine)),
     )
     return tuple(line for line in lines if line.nbytes)
@@ -326,6 +382,7 @@ def executor_limits(model: ModelSpec, engine: EngineConfig) -> ExecutorLimits:
         weight_bytes=weights_bytes(model, engine.dtype, packed=True),
         token_bytes=page // engine.page_size * len(windows),
         num_devices=engine.shards,
+        pictures=picture_limits(model, engine, max_context),
     )
 
 

@@ -174,7 +174,9 @@ class StepLayout:
     (`ModelSpec.short_context`), else 0. saves: int64 `[n, 3]`, on the host, sorted: a slice, a
     position within it, and the snapshot of the states that the tokens before the position leave.
     replays: int64 `[slices]`, on the host: tokens of its row's last draft that a state takes first;
-    None = no slice has any.
+    None = no slice has any. turns: int64 `[3, tokens]`, on the device: where tokens lie by time, by
+    height and by width, which turn sections of their heads (`PictureSpec.sections`); None = all
+    three are the positions.
     """
 
     num_decodes: int
@@ -187,6 +189,7 @@ class StepLayout:
     long_rows: torch.Tensor
     saves: np.ndarray = field(default_factory=_no_saves)
     replays: np.ndarray | None = None
+    turns: torch.Tensor | None = None
 
     @property
     def prompts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -56,7 +56,7 @@ from loraplex.server.model.ops.lora_strategy import NONE_SUMMED, Consumers, Summ
 from loraplex.server.model.ops.ops import KVCache, StepLayout
 from loraplex.server.model.ops.pointwise import layer_norm, wide_logits, without_gate
 from loraplex.server.model.ops.products import Products
-from loraplex.server.model.ops.rope import cos_sin, inverse_frequencies
+from loraplex.server.model.ops.rope import Sections, cos_sin, inverse_frequencies
 from loraplex.server.model.ops.row_states import RowStates
 from loraplex.server.model.ops.whole_cuda import WholeAttention, WholeTexts
 from loraplex.server.model.spec.model_spec import (
@@ -67,6 +67,7 @@ from loraplex.server.model.spec.model_spec import (
     RopeSpec,
 )
 from loraplex.server.model.state_weights import StateWeights
+from loraplex.server.model.steps.rows import Rows
 from loraplex.server.model.weights import LayerNorm, Norm
 
 
@@ -77,49 +78,73 @@ def first_rows(buffer: torch.Tensor, rows: int, width: int) -> torch.Tensor:
 
 class Rotations:
     """Layers that rotate alike share their tables. Where the model has long factors, every table
-    has them below, from row `max_context` on."""
+    has them below, from row `max_context` on. Where it reads pictures, rows of `max_tokens` tokens
+    of a step are below, which `turns` writes."""
 
-    def __init__(self, model: ModelSpec, max_context: int, device: torch.device) -> None:
+    def __init__(
+        self, model: ModelSpec, max_context: int, max_tokens: int, device: torch.device
+    ) -> None:
         self._positions = torch.arange(max_context, device=device)
         self._first_long = None if model.short_context is None else max_context
+        pictures = model.pictures
+        self._sections = None if pictures is None else Sections(pictures.sections, device)
+        self._of_step = max_tokens if pictures else 0
         kinds = {layer: _kind(attention) for layer, attention in model.attentions.items()}
         made = {kind: self._rotation(*kind) for kind in set(kinds.values())}
-        self._by_layer = {layer: made[kind] for layer, kind in kinds.items()}
+        self._by_kind, self._by_layer = made, {layer: made[kind] for layer, kind in kinds.items()}
 
     def __getitem__(self, layer: int) -> Rotation:
         return self._by_layer[layer]
 
     @property
-    def has_long(self) -> bool:
+    def has_turns(self) -> bool:
         """Whether rows of the tables may be others than positions."""
-        return self._first_long is not None
+        return self._first_long is not None or self._sections is not None
 
-    def turns(
-        self, positions: torch.Tensor, rows: torch.Tensor, long_rows: torch.Tensor
-    ) -> torch.Tensor | None:
-        """Rows of the tables, int64 `[tokens]`; None = the positions. positions, rows: of tokens;
-        long_rows: see `StepLayout`."""
-        if self._first_long is None:
-            return None
-        return positions + long_rows[rows] * self._first_long
+    def shifts(self, rows: Rows) -> tuple[torch.Tensor, int] | None:
+        """For decodes: numbers of rows, int64 `[rows]`, and what they are multiplied with before
+        they are added to a position; None = rows of the tables are positions."""
+        if self._first_long is not None:
+            return rows.long_rows, self._first_long
+        return None if rows.offsets is None else (rows.offsets, 1)
+
+    def turns(self, layout: StepLayout) -> torch.Tensor | None:
+        """Rows of the tables, int64 `[tokens]`; None = the positions."""
+        positions = layout.positions
+        if self._first_long is not None:
+            return positions + layout.long_rows[layout.token_rows] * self._first_long
+        if self._sections is None or layout.turns is None:
+            return None if self._sections is None else positions
+        first, count = len(self._positions), len(positions)
+        places = self._sections.positions(layout.turns)
+        for (head_dim, rope, _), made in self._by_kind.items():
+            if rope is not None:
+                angles = self._angles(places, head_dim, rope, long=False)
+                made.cos_sin[first : first + count].copy_(angles)
+        return torch.arange(first, first + count, device=positions.device)
 
     def _rotation(
         self, head_dim: int, rope: RopeSpec | None, q_scale: PositionScale | None
     ) -> Rotation:
         forms = (False,) if self._first_long is None else (False, True)
-        cos_sin = torch.cat([self._cos_sin(head_dim, rope, long=long) for long in forms])
+        tables = [self._cos_sin(head_dim, rope, long=long) for long in forms]
+        tables.append(tables[0].new_zeros(self._of_step, tables[0].shape[1]))
         scale = None if q_scale is None else self._scale(q_scale).repeat(len(forms))
-        return Rotation(cos_sin, rope is not None and rope.interleaved, scale)
+        return Rotation(torch.cat(tables), rope is not None and rope.interleaved, scale)
 
     def _cos_sin(self, head_dim: int, rope: RopeSpec | None, *, long: bool) -> torch.Tensor:
         """Compute a rotation's cos and sin of each position, float32 `[positions, 2 n]`."""
-        positions = self._positions
         if rope is None:
-            return torch.empty(len(positions), 0, device=positions.device)
+            return torch.empty(len(self._positions), 0, device=self._positions.device)
         long = long and bool(rope.long_factors)
-        inv_freq = inverse_frequencies(rope, head_dim, positions.device, long=long)
-        angles = cos_sin(positions, inv_freq, rope.attention_factor)
-        return torch.cat(angles, dim=-1).squeeze(1)
+        return self._angles(self._positions, head_dim, rope, long=long)
+
+    def _angles(
+        self, places: torch.Tensor, head_dim: int, rope: RopeSpec, *, long: bool
+    ) -> torch.Tensor:
+        """Compute cos and sin, float32 `[tokens, 2 n]`. places: as of the function `cos_sin`."""
+        inv_freq = inverse_frequencies(rope, head_dim, places.device, long=long)
+        return torch.cat(cos_sin(places, inv_freq, rope.attention_factor), dim=-1).squeeze(1)
 
     def _scale(self, scale: PositionScale) -> torch.Tensor:
         """Compute the factor of queries at each position, float32 `[positions]`."""
@@ -184,7 +209,7 @@ class CudaOps:
         self.products = Products(self._configs)
         self._row_form = row_form
         self._experts = Experts(self._configs, self.products, table)
-        self.rotations = Rotations(model, max_context, self.device)
+        self.rotations = Rotations(model, max_context, max_tokens, self.device)
         context = (self._configs, table, cache.dtype, self.device, max_tokens)
         self._batches = LoraBatches(
             *context, Consumers.of(model, rounded_cache=cache.is_rounded, summed=summed)
@@ -199,7 +224,7 @@ class CudaOps:
         if isinstance(self._attention, WholeAttention):
             return CudaPlan(layout.positions, None, NOTHING, texts=self._attention.plan(layout))
         positions, slots = layout.positions, self.kv_slots(layout)
-        turns = self.rotations.turns(positions, layout.token_rows, layout.long_rows)
+        turns = self.rotations.turns(layout)
         attention = self._attention.plan(layout, turns)
         size = self.states.scratch, self.states.depth
         states = states_cuda.NO_STATES

@@ -6,6 +6,7 @@ trained with.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -39,12 +40,26 @@ def inverse_frequencies(
 def cos_sin(
     positions: torch.Tensor, inv_freq: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute cos and sin: positions `[tokens]`, inv_freq `[n]` or `[tokens, n]` -> cos, sin,
-    float32 `[tokens, 1, n]`, times `scale`.
+    """Compute cos and sin: positions `[tokens]` or `[tokens, n]`, inv_freq `[n]` or `[tokens, n]`
+    -> cos, sin, float32 `[tokens, 1, n]`, times `scale`.
     """
-    angles = (positions.to(torch.float32)[:, None] * inv_freq)[:, None, :]
+    wide = positions.to(torch.float32)
+    angles = ((wide[:, None] if wide.dim() == 1 else wide) * inv_freq)[:, None, :]
     cos, sin = angles.cos(), angles.sin()
     return (cos, sin) if scale == 1.0 else (cos * scale, sin * scale)
+
+
+class Sections:
+    """Pairs of heads that turn by time, by height and by width, one section behind the other."""
+
+    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+        """sizes: pairs of each section."""
+        counts = torch.tensor(sizes, device=device)
+        self._of_pair = torch.arange(len(sizes), device=device).repeat_interleave(counts)
+
+    def positions(self, turns: torch.Tensor) -> torch.Tensor:
+        """By what each pair of each token turns: `[3, tokens]` -> `[tokens, pairs]`."""
+        return turns.index_select(0, self._of_pair).T
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rope: RopeSpec) -> torch.Tensor:

@@ -6,7 +6,7 @@ import torch
 
 from loraplex.server.model.ops.ops import StepLayout
 from loraplex.server.model.ops.pointwise import rms_norm
-from loraplex.server.model.ops.rope import cos_sin, inverse_frequencies, rotate
+from loraplex.server.model.ops.rope import Sections, cos_sin, inverse_frequencies, rotate
 from loraplex.server.model.spec.model_spec import (
     AttentionSpec,
     ModelSpec,
@@ -38,6 +38,8 @@ class HeadTurns:
         turns = {(a.rope, a.head_dim) for a in attentions if a.rope}
         self._inv_freq = {turn: self._inverse_frequencies(*turn) for turn in turns}
         self._q_scales = {a.q_scale for a in attentions if a.q_scale}
+        pictures = model.pictures
+        self._sections = None if pictures is None else Sections(pictures.sections, device)
 
     def of(self, layout: StepLayout) -> StepTurns:
         """Compute the rotations of a step's tokens."""
@@ -58,7 +60,10 @@ class HeadTurns:
         rope, inv_freq = turn[0], self._inv_freq[turn]
         if rope.long_factors:
             inv_freq = inv_freq[layout.long_rows[layout.token_rows]]
-        return cos_sin(layout.positions, inv_freq, rope.attention_factor)
+        positions = layout.positions
+        if self._sections is not None and layout.turns is not None:
+            positions = self._sections.positions(layout.turns)
+        return cos_sin(positions, inv_freq, rope.attention_factor)
 
     def _q_scale(self, scale: PositionScale, layout: StepLayout) -> torch.Tensor:
         steps = 1.0 + layout.positions // scale.context

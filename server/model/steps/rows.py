@@ -5,8 +5,10 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
+from loraplex.server.engine.executor import PictureLimits
 from loraplex.server.engine.plan import PageGrant, RowStart, SeqSlice
 from loraplex.server.model.ops.transfers import to_device
+from loraplex.server.model.steps.row_pictures import RowPictures
 
 # (row, first column, values)
 Write = tuple[int, int, Sequence[int]]
@@ -16,8 +18,9 @@ class Rows:
     """Tokens and pages of all sequences, on the device. tokens: int32 `[rows + 1, max_context +
     1]`, prompt first; a sample is written behind its input, so the next step's input never
     visits the host. page_table: int64 `[groups, rows + 1, pages a row]`. long_rows: int64 `[rows
-    + 1]`, 1 where a row was started with more tokens than `short_context`. scratch: the last
-    row, which is no sequence's: batches are padded with it.
+    + 1]`, 1 where a row was started with more tokens than `short_context`. offsets: int64 `[rows +
+    1]`, how far behind its position a row's token turns, as of `RowPictures`; None where the model
+    reads no pictures. scratch: the last row, which is no sequence's: batches are padded with it.
     """
 
     def __init__(
@@ -28,9 +31,10 @@ class Rows:
         device: torch.device,
         short_context: int | None = None,
         groups: int = 1,
+        pictures: PictureLimits | None = None,
     ) -> None:
         """Allocate rows for so many sequences. short_context: see `ModelSpec`. groups: of layers,
-        see `PageGroups`.
+        see `PageGroups`. pictures: as of `ExecutorLimits`.
         """
         self.device = device
         self._short_context = short_context
@@ -42,6 +46,10 @@ class Rows:
         self.page_table = torch.zeros(shape, dtype=torch.int64, device=device)
         self.long_rows = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
         self.prompt_len = np.zeros(max_rows, dtype=np.int64)
+        self._picture_limits = pictures
+        self._pictures: dict[int, RowPictures] = {}
+        self.offsets = None if pictures is None else torch.zeros_like(self.long_rows)
+        self._has_offset = set[int]()
 
     def start(self, rows: Iterable[RowStart]) -> None:
         rows = list(rows)
@@ -52,6 +60,71 @@ class Rows:
             is_long = [len(row.token_ids) > self._short_context for row in rows]
             packed = to_device(np.array([[r.seq_row for r in rows], is_long]), self.device)
             self.long_rows[packed[0]] = packed[1]
+        if self._picture_limits is not None:
+            self._start_pictures(rows, self._picture_limits)
+
+    def _start_pictures(self, rows: Sequence[RowStart], limits: PictureLimits) -> None:
+        """Take the pictures of rows that begin, or begin again without them."""
+        changed = {row.seq_row: 0 for row in rows if row.seq_row in self._has_offset}
+        for row in rows:
+            self._pictures.pop(row.seq_row, None)
+            if row.pictures:
+                own = RowPictures(row.pictures, limits.side, limits.block_tokens)
+                self._pictures[row.seq_row], changed[row.seq_row] = own, own.offset
+        if changed and self.offsets is not None:
+            self._has_offset -= changed.keys()
+            self._has_offset |= {row for row, offset in changed.items() if offset}
+            packed = to_device(np.array([[*changed], [*changed.values()]]), self.device)
+            self.offsets[packed[0]] = packed[1]
+
+    def free(self, rows: Iterable[int]) -> None:
+        """Forget the pictures of rows that are nobody's."""
+        for row in rows if self._pictures else ():
+            self._pictures.pop(row, None)
+
+    def reads_pictures(self, slices: Iterable[SeqSlice]) -> bool:
+        """Whether a slice has tokens of a picture, or tokens before one."""
+        if not self._pictures:
+            return False
+        found = ((self._pictures.get(piece.seq_row), piece.start) for piece in slices)
+        return any(own is not None and start < own.end for own, start in found)
+
+    def turns(
+        self, seq_rows: np.ndarray, starts: np.ndarray, num_new: np.ndarray
+    ) -> np.ndarray | None:
+        """Where the tokens of slices lie, as of `StepLayout.turns`, on the host; None = where their
+        positions say. Arrays: as of `StepLayout`.
+        """
+        of_each = [self._pictures.get(row) for row in seq_rows.tolist()] if self._pictures else []
+        if not any(of_each):
+            return None
+        slices = zip(of_each, starts.tolist(), num_new.tolist(), strict=True)
+        return np.concatenate(
+            [
+                np.tile(np.arange(start, start + count), (3, 1))
+                if own is None
+                else own.places(start, count)
+                for own, start, count in slices
+            ],
+            axis=1,
+        )
+
+    def results(
+        self, seq_rows: np.ndarray, starts: np.ndarray, num_new: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Places in the batch of tokens that results of pictures stand for, and these results' rows
+        in the cache, int64 `[n]` each. Arrays: as of `StepLayout`.
+        """
+        places, rows, begin = list[np.ndarray](), list[np.ndarray](), 0
+        slices = zip(seq_rows.tolist(), starts.tolist(), num_new.tolist(), strict=True)
+        for row, start, count in slices:
+            own = self._pictures.get(row)
+            if own is not None and start < own.end:
+                at, of_slice = own.results(start, count)
+                places.append(begin + at)
+                rows.append(of_slice)
+            begin += count
+        return np.concatenate(places), np.concatenate(rows)
 
     def grant(self, grants: Iterable[PageGrant]) -> None:
         _, rows, pages = self.page_table.shape

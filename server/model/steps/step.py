@@ -17,7 +17,8 @@ class Step:
     adapter, so that an adapter's tokens are neighbours.
 
     order: int64 `[slices]`, a slice's place in the plan. ends: `[slices]`, its last token in the
-    batch, with what pads it. token_slots: `[tokens]`, adapter slots. All of these lie on the host.
+    batch, with what pads it. token_slots: `[tokens]`, adapter slots. results: as of `Rows.results`;
+    None = no token stands for a picture. All of these lie on the host.
     """
 
     slices: list[SeqSlice]
@@ -29,6 +30,7 @@ class Step:
     token_slots: np.ndarray
     samples: np.ndarray
     layout: StepLayout
+    results: tuple[np.ndarray, np.ndarray] | None
 
     @classmethod
     def build(cls, plan: StepPlan, rows: Rows, tokens: int) -> "Step":
@@ -62,7 +64,9 @@ class Step:
             if save.position < piece.start + piece.num_new
         ]
         of_states = np.array(saves, dtype=np.int64).reshape(-1, 3), replays
-        tables = (rows.page_table, rows.long_rows, *of_states)
+        turns = rows.turns(seq_rows, starts, num_new)
+        of_turns = None if turns is None else to_device(turns, rows.device)
+        tables = (rows.page_table, rows.long_rows, *of_states, of_turns)
         return cls(
             slices=slices,
             order=order,
@@ -73,6 +77,9 @@ class Step:
             token_slots=np.repeat(slots, num_new),
             samples=np.flatnonzero(samples[real]),
             layout=StepLayout(decodes, seq_rows, starts, num_new, packed[0], packed[1], *tables),
+            results=rows.results(seq_rows, starts, num_new)
+            if rows.reads_pictures(slices)
+            else None,
         )
 
     @property

@@ -15,7 +15,13 @@ from loraplex.server.constraints.constraints import Constraints
 from loraplex.server.constraints.rules import TokenRules, mask_words, step_words
 from loraplex.server.constraints.wishes import ConstraintNews
 from loraplex.server.engine.executor import AdapterCopy, ExecutorLimits, Masks
-from loraplex.server.engine.messages import AdapterSettled, SlabStaged
+from loraplex.server.engine.messages import (
+    AdapterSettled,
+    EncodePicture,
+    PicturesWanted,
+    PictureTaken,
+    SlabStaged,
+)
 from loraplex.server.engine.plan import SliceResult, StepPlan
 from loraplex.server.engine.scheduling.scheduler import Scheduler
 from loraplex.server.engine.scheduling.scheduler_config import SchedulerConfig
@@ -144,6 +150,11 @@ class Harness:
         self.keys = 0
         self.late_percent = 0  # of masks
         self.aside: deque[Constraint] = deque()
+        self.grids: dict[str, tuple[int, int, int]] = {}  # of pictures, as decoded
+        self.auto_pictures = True
+        self.asked: list[PicturesWanted] = []  # and not answered
+        self.taken: list[PictureTaken] = []
+        self.segments = 0  # handed over
 
     def submit(self, request: GenerateRequest) -> int:
         self.keys += 1
@@ -154,6 +165,38 @@ class Harness:
     def abort(self, key: int) -> None:
         self.scheduler.abort(key)
         self.exchange()
+
+    def send_picture(self, picture: str, **changes: Any) -> None:
+        """A picture's patches come, as decoded or with changes."""
+        limits = self.limits.pictures
+        assert limits is not None
+        grid = self.grids[picture]
+        rows, self.segments = grid[1] * grid[2], self.segments + 1
+        segment = self.segment(picture)
+        message = EncodePicture(picture, grid, segment, rows, limits.columns)
+        self.scheduler.picture_came(msgspec.structs.replace(message, **changes))
+        self.exchange()
+
+    def segment(self, picture: str) -> str:
+        """The name of a new segment with a picture's patches."""
+        return f"segment-{self.segments}"
+
+    def _read_pictures(self) -> bool:
+        """Carry pictures on as the loop does; whether anything happened."""
+        asked, self.asked = (self.asked, []) if self.auto_pictures else ([], self.asked)
+        for picture in (picture for message in asked for picture in message.pictures):
+            self.send_picture(picture)
+        pictures = self.scheduler.pictures
+        if not pictures.busy:
+            return bool(asked)
+        for news in self.executor.poll_pictures():
+            self.scheduler.picture_news(news)
+        layers = pictures.next_layers()
+        if layers:
+            self.executor.encode(layers)
+            pictures.launched(layers)
+        self.exchange()
+        return True
 
     def stage(self, digest: str) -> None:
         """It answers what was asked for; or it comes unasked."""
@@ -263,7 +306,7 @@ class Harness:
             self.stage(digest)
         self.finish_copies()
         plan = self.plan()
-        filled = self._fill_aside()
+        filled = self._fill_aside() | self._read_pictures()
         committed = bool(self.tickets) and (plan is None or len(self.tickets) >= self.depth)
         if committed:
             self.commit()
@@ -289,6 +332,11 @@ class Harness:
             self.held.remove(digest)
         assert not self.held.intersection(loads.needed), "asked for what was not given back"
         self.needed += loads.needed
+        pictures, asked, taken = self.scheduler.pictures.take()
+        for picture in pictures:
+            self.executor.start_picture(picture)
+        self.asked += asked
+        self.taken += taken
         for event in self.scheduler.take_events():
             events = self.events.setdefault(event.key, [])
             assert not events or events[-1].finish is None, "an event after the terminal one"
@@ -334,3 +382,8 @@ class Harness:
         assert not self.scheduler._departing
         assert not self.scheduler._sequences
         assert not self.scheduler.loads._condemned
+        assert len(self.taken) == self.segments
+        pictures, limits = self.scheduler.pictures, self.limits.pictures
+        assert not (pictures._held or pictures._wanting or pictures._parked)
+        assert not pictures.busy
+        assert pictures.cache.available == (0 if limits is None else limits.num_blocks)

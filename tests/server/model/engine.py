@@ -20,6 +20,8 @@ class Plain:
     def __init__(self, executor: Any) -> None:
         self.launch_it, self.collect_it = executor.launch, executor.collect
         self.start_copy, self.poll_copies = executor.start_copy, executor.poll_copies
+        self.start_picture, self.poll_pictures = executor.start_picture, executor.poll_pictures
+        self.encode = executor.encode
 
     def launch(self, plan: StepPlan) -> FakeTicket:
         return FakeTicket(plan, self.launch_it(plan))

@@ -1,0 +1,267 @@
+"""Sequences with pictures: what they wait for, what they share, and what becomes of them."""
+
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loraplex.server.engine.executor import PictureLimits
+from loraplex.server.engine.memory.picture_cache import PictureCache, PictureKey
+from loraplex.server.engine.scheduling.sequence import State
+from loraplex.server.protocol import GenerateRequest, PictureSpan
+from tests.certifying.certificates import certified_output, pictured_ids
+from tests.server.engine.harness import Harness, limits, make_request
+
+TOKEN = 90
+PICTURES = PictureLimits(
+    token_id=TOKEN,
+    side=2,
+    columns=6,
+    layers=5,
+    most_tokens=24,
+    num_blocks=8,
+    block_tokens=4,
+    chunk=20,
+)
+GRIDS = {"a": (1, 4, 4), "b": (1, 4, 6), "c": (1, 2, 2), "d": (1, 8, 4), "e": (1, 2, 10)}
+
+
+def harness(pictures: PictureLimits = PICTURES, **changes: Any) -> Harness:
+    made = Harness(limits(pictures=pictures, num_pages=48, **changes))
+    made.grids = dict(GRIDS)
+    return made
+
+
+def pictured(parts: list[int | str], **changes: Any) -> GenerateRequest:
+    """parts: tokens, and pictures between them."""
+    ids, spans = list[int](), list[PictureSpan]()
+    for part in parts:
+        if isinstance(part, int):
+            ids.append(part)
+            continue
+        length = PICTURES.tokens(GRIDS[part])
+        spans.append(PictureSpan(len(ids), length, part, GRIDS[part]))
+        ids += [TOKEN] * length
+    return msgspec.structs.replace(make_request(ids, **changes), pictures=tuple(spans))
+
+
+def right(made: Harness, request: GenerateRequest) -> list[int]:
+    ids = pictured_ids(request.prompt_ids, request.pictures)
+    options = made.executor.options
+    return certified_output(request.acting, ids, request.sampling.max_tokens, options)
+
+
+def test_a_sequence_waits_for_its_pictures_and_reads_them() -> None:
+    made = harness()
+    made.auto_pictures = False
+    request = pictured([5, "a", 6, "b", 7])
+    key = made.submit(request)
+    assert made.scheduler._sequences[key].state is State.NEEDS_PICTURES
+    assert made.scheduler.stats().waiting == 1
+    (asked,) = made.asked
+    assert (asked.key, asked.pictures) == (key, ("a", "b"))
+    other = made.submit(make_request([1, 2, 3]))
+    made.run()
+    assert made.last(other).finish == "length"
+    made.auto_pictures = True
+    made.run()
+    assert made.tokens(key) == right(made, request)
+    made.assert_at_rest()
+
+
+def test_prompts_share_results_and_pages_of_the_same_pictures_alone() -> None:
+    made = harness(max_step_tokens=64)
+    begin = [4, "d", 8, 9]
+    requests = [pictured([*begin, 1]), pictured([*begin, 2, 3]), pictured([4, "e", 5, 6, 7, 8, 9])]
+    hits = []
+    for request in requests:
+        key = made.submit(request)
+        made.run()
+        assert made.tokens(key) == right(made, request)
+        hits.append(made.last(key).cached_tokens or made.events[key][0].cached_tokens)
+    assert hits == [0, 8, 0]
+    assert made.segments == 2
+    made.assert_at_rest()
+
+
+def test_more_pictures_than_have_room_wait_in_order() -> None:
+    made = harness(msgspec.structs.replace(PICTURES, num_blocks=4))
+    requests = [pictured([i, *pictures]) for i, pictures in enumerate(["ab", "d", "e", "ae"])]
+    keys = [made.submit(request) for request in requests]
+    assert [asked.key for asked in made.asked] == keys[:1]
+    made.run()
+    for key, request in zip(keys, requests, strict=True):
+        assert made.tokens(key) == right(made, request)
+    made.assert_at_rest()
+
+
+def test_a_picture_that_fails_ends_those_that_wait_for_it() -> None:
+    made = harness()
+    made.auto_pictures = False
+    keys = [made.submit(pictured([1, *names])) for names in ("ab", "b", "a")]
+    made.scheduler.picture_missing("b", "it is no picture")
+    made.exchange()
+    for key in keys[:2]:
+        event = made.last(key)
+        assert (event.error, event.message) == ("invalid_image", "it is no picture")
+    made.send_picture("b")
+    made.executor.pictures.bad.add("c")
+    fourth = made.submit(pictured(["c", 1]))
+    made.auto_pictures = True
+    made.run()
+    assert made.last(keys[2]).finish == "length"
+    assert (made.last(fourth).error, made.last(fourth).message) == ("invalid_image", "it is bad")
+    assert {each.error for each in made.taken} == {None, "it is bad"}
+    made.assert_at_rest()
+
+
+def test_a_picture_of_another_size_than_was_said() -> None:
+    made = harness()
+    made.auto_pictures = False
+    key = made.submit(pictured([1, "a"]))
+    made.asked.clear()
+    made.send_picture("a", grid=(1, 2, 4), rows=8)
+    assert made.last(key).error == "invalid_image"
+    assert "(1, 2, 4)" in str(made.last(key).message)
+    key = made.submit(pictured([1, "a"]))
+    made.asked.clear()
+    made.send_picture("a", rows=15)
+    assert made.last(key).error == "invalid_image"
+    made.assert_at_rest()
+
+
+def test_aborts_leave_nothing_behind() -> None:
+    made = harness()
+    made.auto_pictures = False
+    first, second = (made.submit(pictured([1, "a", i])) for i in range(2))
+    made.abort(first)
+    made.send_picture("a")
+    made.abort(second)
+    made.auto_pictures = True
+    made.asked.clear()
+    made.run()
+    made.assert_at_rest()
+    assert made.scheduler.pictures.cache[PictureKey("a", GRIDS["a"])].is_ready
+
+
+def test_a_failed_device_fails_pictures_on_their_way() -> None:
+    made = harness()
+    key = made.submit(pictured([1, "d"]))
+    made.cycle()
+    assert made.scheduler.pictures.busy
+    made.executor.wait_idle()
+    made.scheduler.fail_running("internal", "the device failed in this step")
+    made.exchange()
+    assert made.last(key).error == "internal"
+    made.run()
+    made.assert_at_rest()
+
+
+def test_logprobs_of_placeholders_are_null() -> None:
+    made = harness()
+    key = made.submit(pictured([5, "c", 6, 7], prompt_logprobs=1))
+    made.run()
+    found = made.events[key][0].prompt_logprobs
+    assert found is not None
+    assert [each.logprob is None for each in found] == [True, True, False, False]
+    assert [each.token_id for each in found] == [5, TOKEN, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"grid": (2, 4, 4)}, "does not take"),
+        ({"grid": (1, 3, 4)}, "does not take"),
+        ({"grid": (1, -4, -4)}, "does not take"),
+        ({"length": 3}, "does not take"),
+        ({"start": 0}, "must be its placeholders"),
+        ({"start": 4}, "no place"),
+        ({"start": -1}, "no place"),
+        ({"grid": (1, 20, 20), "length": 100}, "at most 24"),
+    ],
+)
+def test_refused_by_name(changes: dict[str, Any], words: str) -> None:
+    made = harness()
+    request = pictured([1, "a", 2])
+    span = msgspec.structs.replace(request.pictures[0], **changes)
+    key = made.submit(msgspec.structs.replace(request, pictures=(span,)))
+    event = made.last(key)
+    assert event.error == "invalid_image"
+    assert words in str(event.message)
+
+
+def test_refused_where_there_is_no_room_or_no_tower() -> None:
+    few = harness(msgspec.structs.replace(PICTURES, num_blocks=2))
+    assert "at most 8 tokens" in str(few.last(few.submit(pictured(["a", "b"]))).message)
+    none = Harness()
+    assert "reads none" in str(none.last(none.submit(pictured(["a"]))).message)
+
+
+def test_sequences_know_how_much_they_share() -> None:
+    made = harness()
+    made.auto_pictures = False
+    texts: list[list[int | str]] = [[1, "a", 2, "b", 3], [1, "a", 2, "e", 3], [1, "a", 2, "b", 4]]
+    keys = [made.submit(pictured(parts)) for parts in texts]
+    first, second, third = (made.scheduler._sequences[key] for key in keys)
+    assert first.shared_with(second) == 6
+    assert first.shared_with(third) == 12
+
+
+@given(st.integers(0, 1 << 32))
+@settings(max_examples=25, deadline=None)
+def test_any_mixture_ends_right(seed: int) -> None:
+    """Few pages, so that sequences are preempted; few blocks, so that results go."""
+    random = Random(seed)
+    made = Harness(
+        limits(pictures=PICTURES, num_pages=random.randint(12, 30), max_step_tokens=9),
+        depth=random.randint(1, 2),
+        right_percent=random.choice([None, 60]),
+    )
+    made.grids = dict(GRIDS)
+    requests = {}
+    for number in range(8):
+        parts: list[int | str] = []
+        for _ in range(random.randint(1, 4)):
+            parts += [random.randint(4, 9)] * random.randint(0, 5)
+            if random.random() < 0.6:
+                parts.append(random.choice("abcde"))
+        request = pictured(
+            [*parts, 5],
+            max_tokens=random.randint(1, 9),
+            adapter=random.choice([None, "x", "y"]),
+            request_id=str(number),
+        )
+        if len(request.prompt_ids) > 40:
+            continue
+        requests[made.submit(request)] = request
+        if random.random() < 0.3:
+            made.abort(random.choice([*requests]))
+        for _ in range(random.randint(0, 3)):
+            made.cycle()
+    made.run()
+    for key, request in requests.items():
+        if made.last(key).finish == "length":
+            assert made.tokens(key) == right(made, request)
+        else:
+            assert made.last(key).finish == "abort" or made.last(key).error == "context_length"
+    made.assert_at_rest()
+
+
+def test_a_cache_keeps_what_is_read() -> None:
+    cache = PictureCache(3)
+    one, two, three = (PictureKey(name, (1, 2, 2)) for name in "abc")
+    assert cache.take({one: 2, two: 1})
+    assert not cache.take({three: 1})
+    cache[one].has_patches = True
+    cache.finish(one)
+    cache.release([one, two])
+    assert cache.get(two) is None
+    assert cache.take({one: 2, three: 1})
+    assert cache[one].is_ready
+    assert not cache.take({two: 1})
+    cache.release([one])
+    assert cache.take({two: 1})
+    assert cache.get(one) is None

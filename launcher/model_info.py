@@ -107,7 +107,7 @@ def describe(config: WorkerConfig) -> ModelFacts:
     """
     place = str(model_path()) if config.model == "demo" else config.model
     described = describe_model(place, config.revision)
-    model = served_as(described, config.quantize, config.activations)
+    model = served_as(described, config.quantize, config.activations, config.picture_memory)
     devices = cuda_devices()
     device = choose_device(config.device, devices, torch_build())
     dtype = choose_dtype(config.dtype, device.kind, model.dtype, device.has_bfloat16)

@@ -214,7 +214,8 @@ def _divided(chosen: ServePlan, models: Sequence[ModelSpec]) -> ServePlan:
             check_room(len(models), len(gpus), is_divided=divided)
     found = []
     for model, (_, config) in zip(models, chosen.bases, strict=True):
-        needs = ModelNeeds(config, served_as(model, config.quantize, config.activations), device)
+        forms = (config.quantize, config.activations, config.picture_memory)
+        needs = ModelNeeds(config, served_as(model, *forms), device)
         groups = choose_groups(asked, needs, [gpus[place] for place in left])
         if len(models) > 1 and len(gpus) > 1:
             groups = shifted(groups, left)

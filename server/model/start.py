@@ -65,9 +65,10 @@ def build_parts(
     ConfigError.
     """
     folder = Path(config.model_path)
-    whole = served_as(read_config(folder), config.quantize, config.activations)
-    whole = _as_the_device_multiplies(whole, device)
-    if not config.picture_memory or (load is None and not has_tower(read_shards(folder))):
+    forms = (config.quantize, config.activations, config.picture_memory)
+    whole = _as_the_device_multiplies(served_as(read_config(folder), *forms), device)
+    if whole.pictures is not None and load is None and not has_tower(read_shards(folder)):
+        log.info("the checkpoint has no part for images: the text part alone is served")
         whole = msgspec.structs.replace(whole, pictures=None)
     if load is None:
         load = partial(_load, folder, whole, phases, at_load=config.quantize, shard=group.shard)

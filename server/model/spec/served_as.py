@@ -30,11 +30,17 @@ def form_at_load(scheme: AtLoad, quantisation: Quantisation | None = None) -> We
 
 
 def served_as(
-    model: ModelSpec, scheme: AtLoad | None = None, activations: Activations = "auto"
+    model: ModelSpec,
+    scheme: AtLoad | None = None,
+    activations: Activations = "auto",
+    picture_memory: int = 1,
 ) -> ModelSpec:
     """Return the model with the weights and inputs that `--quantize` and `--activations` ask for.
-    Raises ConfigError where the checkpoint is to be quantised, and is so already.
+    Without `--picture-memory` it reads no pictures. Raises ConfigError where the checkpoint is to
+    be quantised, and is so already.
     """
+    if not picture_memory:
+        model = replace(model, pictures=None)
     if scheme is not None:
         if model.quantisation is not None:
             raise ConfigError(

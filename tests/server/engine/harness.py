@@ -384,6 +384,6 @@ class Harness:
         assert not self.scheduler.loads._condemned
         assert len(self.taken) == self.segments
         pictures, limits = self.scheduler.pictures, self.limits.pictures
-        assert not (pictures._held or pictures._wanting or pictures._parked)
-        assert not pictures.busy
+        for waits in (pictures._held, pictures._wanting, pictures._parked, pictures._started):
+            assert not waits
         assert pictures.cache.available == (0 if limits is None else limits.num_blocks)

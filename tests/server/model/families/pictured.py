@@ -1,0 +1,222 @@
+"""Tiny models that read pictures, their pictures, and transformers' answers to both."""
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel
+from transformers import (
+    PreTrainedModel,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+)
+
+from loraplex.server.engine.executor import PictureIn
+from loraplex.server.model.tower.picture_store import SHARED
+from loraplex.server.protocol import GenerateRequest, PictureSpan, TokenEvent
+from tests.server.engine.harness import make_request
+from tests.server.model.driver import Driver, Packed
+from tests.server.model.engine import Engine
+from tests.server.model.hub_models import SIZES, VOCAB, add_adapter, random_model, save_model
+from tests.server.model.slabs import pack
+
+TOKEN, OPENS, CLOSES, VIDEO = 90, 92, 93, 91
+TOLERANCE = 1e-4
+PATCH = 4
+VISION: dict[str, Any] = {
+    "depth": 4,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "patch_size": PATCH,
+    "window_size": 24,
+    "fullatt_block_indexes": [1, 3],
+    "initializer_range": 0.15,
+}
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+LORA: dict[str, Any] = {
+    "one": {"r": 3, "target_modules": r".*language_model.*(q_proj|v_proj)"},
+    "two": {"r": 4, "lora_alpha": 4, "target_modules": r".*language_model.*_proj"},
+}
+_TIMEOUT_S = 60.0
+
+
+def qwen25(**text: Any) -> Qwen2_5_VLConfig:
+    vision = {**VISION, "out_hidden_size": text["hidden_size"]}
+    return Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=TOKEN,
+        video_token_id=VIDEO,
+        vision_start_token_id=OPENS,
+        vision_end_token_id=CLOSES,
+        tie_word_embeddings=False,
+    )
+
+
+def make_pictured(**text: Any) -> PreTrainedModel:
+    sizes = {**SIZES, "rope_parameters": ROPE, **text}
+    return random_model(qwen25, Qwen2_5_VLForConditionalGeneration, **sizes)
+
+
+class Picture:
+    """Patches as a processor gives them; grid: by (time, height, width)."""
+
+    def __init__(self, name: str, height: int, width: int) -> None:
+        generator = torch.Generator().manual_seed(int.from_bytes(name.encode()[:4], "little"))
+        self.name, self.grid = name, (1, height, width)
+        columns = 3 * 2 * PATCH**2
+        self.patches = torch.randn(height * width, columns, generator=generator)
+
+    @property
+    def tokens(self) -> int:
+        return self.grid[1] * self.grid[2] // 4
+
+
+_GRIDS = {"a": (6, 10), "b": (8, 4), "c": (2, 2), "d": (4, 16), "e": (12, 6)}
+PICTURES = {name: Picture(name, *size) for name, size in _GRIDS.items()}
+
+
+def text(length: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, TOKEN, (length,), generator=generator).tolist()
+
+
+def pictured(parts: Sequence[list[int] | str], **changes: Any) -> GenerateRequest:
+    """parts: texts, and names of pictures between them."""
+    ids, spans = list[int](), list[PictureSpan]()
+    for part in parts:
+        if isinstance(part, str):
+            picture = PICTURES[part]
+            spans.append(PictureSpan(len(ids) + 1, picture.tokens, part, picture.grid))
+            ids += [OPENS, *[TOKEN] * picture.tokens, CLOSES]
+        else:
+            ids += part
+    wishes: dict[str, Any] = {"temperature": 0.0, "logprobs": VOCAB, "prompt_logprobs": 0}
+    # transformers takes no placeholder that was drawn.
+    wishes |= {"ignore_eos": True, "logit_bias": {TOKEN: -1e6, VIDEO: -1e6}, **changes}
+    return make_request(ids, pictures=tuple(spans), **wishes)
+
+
+@torch.inference_mode()
+def reference(
+    model: PreTrainedModel | PeftModel,
+    adapter: str | None,
+    request: GenerateRequest,
+    ids: Sequence[int],
+) -> torch.Tensor:
+    """Log-softmax after every token, float32 `[tokens, vocab]`."""
+    inputs: dict[str, Any] = {"input_ids": torch.tensor([ids])}
+    if request.pictures:
+        of = [PICTURES[span.picture] for span in request.pictures]
+        kinds = torch.zeros_like(inputs["input_ids"])
+        for span in request.pictures:
+            kinds[0, span.start : span.start + span.length] = 1
+        inputs |= {
+            "pixel_values": torch.cat([picture.patches for picture in of]),
+            "image_grid_thw": torch.tensor([picture.grid for picture in of]),
+            "mm_token_type_ids": kinds,
+        }
+    if isinstance(model, PeftModel):
+        if adapter is None:
+            with model.disable_adapter():
+                logits = model(**inputs).logits
+        else:
+            model.set_adapter(adapter)
+            logits = model(**inputs).logits
+    else:
+        logits = model(**inputs).logits
+    scores: torch.Tensor = logits[0].float().log_softmax(-1)
+    return scores
+
+
+class PicturedEngine(Engine):
+    """Pictures' patches come through shared memory, as a worker sends them."""
+
+    def __init__(self, driver: Driver, adapters: Mapping[str, Packed], **options: Any) -> None:
+        super().__init__(driver, adapters, **options)
+        self.grids = {name: picture.grid for name, picture in PICTURES.items()}
+        self._mine = uuid.uuid4().hex
+
+    def segment(self, picture: str) -> str:
+        name = f"loraplex-test-{self._mine}-{self.segments}"
+        PICTURES[picture].patches.numpy().tofile(SHARED / name)
+        return name
+
+    def exchange(self) -> None:
+        super().exchange()
+        for taken in self.taken:
+            (SHARED / taken.segment).unlink(missing_ok=True)
+
+    def _read_pictures(self) -> bool:
+        """Patches are on their way on a thread, and here nothing else may happen meanwhile."""
+        pictures = self.scheduler.pictures
+        until = time.monotonic() + _TIMEOUT_S
+        while pictures.busy and not pictures.next_layers():
+            news: list[PictureIn] = self.executor.poll_pictures()
+            for item in news:
+                self.scheduler.picture_news(item)
+            assert time.monotonic() < until, "patches do not come"
+            time.sleep(0 if news else 0.0005)
+        self.exchange()
+        return super()._read_pictures()
+
+
+class Pictured:
+    """A base and its adapters, served, and as transformers and PEFT have them."""
+
+    def __init__(self, folder: Path, make_driver: Any = Driver, shards: int = 1) -> None:
+        base = make_pictured()
+        self.driver: Driver = make_driver(save_model(base, folder))
+        self.oracle: PeftModel = add_adapter(base, "one", LoraConfig(**LORA["one"]), 1)
+        self.oracle = add_adapter(self.oracle, "two", LoraConfig(**LORA["two"]), 2)
+        self.packed = {name: _Packed(*pack(self.oracle, name, shards=shards)) for name in LORA}
+        self.names = {each.layout.digest: name for name, each in self.packed.items()}
+
+    def digest(self, name: str | None) -> str | None:
+        return None if name is None else self.packed[name].layout.digest
+
+    def engine(self, **options: Any) -> PicturedEngine:
+        return PicturedEngine(self.driver, self.packed, **options)
+
+    def assert_right(self, engine: Engine, keys: Mapping[int, GenerateRequest]) -> None:
+        """All have ended, with the logprobs of transformers and PEFT at every place."""
+        for key, request in keys.items():
+            assert engine.last(key).finish == "length", engine.last(key)
+            output = engine.tokens(key)
+            ids = [*request.prompt_ids, *request.accepted_ids, *output]
+            name = None if request.adapter is None else self.names[request.adapter]
+            expected = reference(self.oracle, name, request, ids)
+            self._assert_near(engine.events[key], request, output, expected)
+
+    def _assert_near(
+        self,
+        events: Sequence[TokenEvent],
+        request: GenerateRequest,
+        output: list[int],
+        expected: torch.Tensor,
+    ) -> None:
+        first = len(request.prompt_ids) + len(request.accepted_ids) - 1
+        found = [each for event in events for each in event.logprobs or ()]
+        assert len(found) == len(output)
+        for place, each in enumerate(found, first):
+            row = torch.full(expected.shape[1:], float("nan"))
+            row[[token for token, _ in each.top]] = torch.tensor([p for _, p in each.top])
+            assert (row - expected[place]).abs().max().item() < TOLERANCE
+        scored = events[0].prompt_logprobs or ()
+        assert len(scored) == (0 if request.accepted_ids else len(request.prompt_ids))
+        for place, logprob in enumerate(scored[1:]):
+            if logprob.token_id == TOKEN:
+                assert logprob.logprob is None
+            else:
+                wanted = expected[place, logprob.token_id].item()
+                assert logprob.logprob is not None
+                assert abs(logprob.logprob - wanted) < TOLERANCE
+
+
+class _Packed:
+    def __init__(self, layout: Any, slab: bytes) -> None:
+        self.layout, self.slab = layout, slab

@@ -75,8 +75,8 @@ class Embedded:
 
 @dataclass(frozen=True, slots=True)
 class Pictured:
-    """What stands in place of some tokens' embeddings. places: int64 `[n]`, of the tokens in the
-    batch. rows: int64 `[n]`, of each in `results`, `[rows, hidden]`."""
+    """Results of pictures, in place of some tokens' embeddings. places: int64 `[n]`, of the tokens
+    in the batch. rows: int64 `[n]`, of each in `results`, `[rows, hidden]`."""
 
     places: torch.Tensor
     rows: torch.Tensor

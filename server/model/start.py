@@ -166,9 +166,7 @@ def _build_parts(
         device=device,
     )
     size = (limits.max_rows, limits.max_context, config.page_size)
-    groups = len(cache.groups.windows)
-    rows = Rows(*size, device, limits.short_context, groups, limits.pictures)
-    parameters = RowSampling(limits.max_rows, model.vocab_size, model.eos_token_ids, device)
+    kinds = (limits.short_context, len(cache.groups.windows), limits.pictures)
     return Parts(
         whole,
         group,
@@ -177,8 +175,8 @@ def _build_parts(
         cache,
         RowStates(model, limits.max_rows, dtype, device, limits.num_snapshots, config.max_draft),
         table,
-        rows,
-        parameters,
+        Rows(*size, device, *kinds),
+        RowSampling(limits.max_rows, model.vocab_size, model.eos_token_ids, device),
         limits,
         memory,
         config.dora_graphs,

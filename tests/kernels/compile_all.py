@@ -23,7 +23,7 @@ from loraplex.server.kernels.attention.decode_attention import (
     LayerScores,
     decode_attention,
 )
-from loraplex.server.kernels.attention.decode_inputs import gather_inputs, gather_pages
+from loraplex.server.kernels.attention.decode_inputs import Shifted, gather_inputs, gather_pages
 from loraplex.server.kernels.attention.decode_work import WorkLayout
 from loraplex.server.kernels.attention.latent_append import LatentNorm, latent_append
 from loraplex.server.kernels.attention.latent_attention import (
@@ -415,7 +415,8 @@ def step() -> None:
     tokens = torch.zeros(4, 8, dtype=torch.int32)
     page_table = torch.zeros(4, 4, dtype=torch.int64)
     ids, positions = (torch.zeros(4, dtype=torch.int64) for _ in range(2))
-    gather_inputs(columns, tokens, page_table.expand(2, 4, 4), ids, positions)
+    for shifted in (None, Shifted(ids, 1, positions.clone())):
+        gather_inputs(columns, tokens, page_table.expand(2, 4, 4), ids, positions, shifted)
     gather_pages(ids, torch.zeros(5, dtype=torch.int32), page_table, torch.zeros(8).int())
     logits = torch.zeros(4, 2048, dtype=DTYPE)
     greedy_append(logits, columns[0], columns[1], tokens, columns[2], GreedyScratch(4, CPU))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from loraplex.server.kernels.attention.decode_inputs import gather_inputs, gather_pages
+from loraplex.server.kernels.attention.decode_inputs import Shifted, gather_inputs, gather_pages
 from loraplex.server.kernels.attention.pages import CachePages
 from loraplex.server.kernels.attention.rope_append import rope_append
 from loraplex.server.kernels.attention.rotation import QkNorm
@@ -90,7 +90,9 @@ def test_gather_inputs(device: torch.device) -> None:
         device=device,
     )
     ids, positions = (torch.zeros(4, dtype=torch.int64, device=device) for _ in range(2))
-    gather_inputs(columns, tokens, page_table, ids, positions)
+    shifts, turns = torch.tensor([0, 4, 9, -3, 1], device=device), torch.zeros_like(ids)
+    gather_inputs(columns, tokens, page_table, ids, positions, Shifted(shifts, 2, turns))
+    assert turns.tolist() == [2, 5, 2, 2]
     assert ids.tolist() == [38, 77, 40, 40]
     assert int(tokens[0, 5]) == 77
     assert positions.tolist() == [8, 5, 0, 0]

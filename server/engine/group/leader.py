@@ -146,7 +146,7 @@ class GroupExecutor(Generic[T]):
         self._executor.close()
 
     def _read_answers(self) -> list[CopyOver]:
-        """Note what the other processes have told. Returns copies that are over in all."""
+        """Note the other processes' answers. Returns copies that are over in all."""
         found: list[CopyOver] = []
         with suppress(queue.Empty):
             while True:
@@ -160,7 +160,7 @@ class GroupExecutor(Generic[T]):
         return found
 
     def _note_picture(self, news: PictureIn) -> None:
-        """Note what has become of a picture in one process. Each tells of its pictures in turn."""
+        """Note what has become of a picture in one process."""
         of = (errors for name, errors in self._pictures if name == news.picture)
         next(of).append(news.error)
 

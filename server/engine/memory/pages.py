@@ -40,13 +40,13 @@ def page_hash(parent: PageHash, token_ids: Sequence[int], pictured: bytes = b"")
     return sha256(parent + array("q", token_ids).tobytes() + pictured).digest()
 
 
-# No token has this id, so that marks are told from tokens.
+# No token has this id, so that no mark is like tokens.
 _MARK = array("q", [-1]).tobytes()
 
 
 def picture_mark(picture: str, grid: Sequence[int], place: int, first: int) -> bytes:
-    """What a page's hash takes of a picture. place: in the page, of its first token there. first:
-    which token of the picture that is."""
+    """Say of a picture's tokens in a page which they are. place: in the page, of its first token
+    there. first: which token of the picture that is."""
     numbers = array("q", (*grid, place, first)).tobytes()
     return _MARK + sha256(picture.encode()).digest() + numbers
 

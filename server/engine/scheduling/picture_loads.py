@@ -30,8 +30,8 @@ class PictureOrders(NamedTuple):
     taken: list[PictureTaken]
 
 
-class Failed(NamedTuple):
-    """Sequences that waited for a picture that does not come."""
+class LostPicture(NamedTuple):
+    """A picture that does not come: the sequences that wait for it, and why."""
 
     sequences: list[Sequence]
     message: str
@@ -152,7 +152,7 @@ class PictureLoads:
 
     # ---- answers of the worker and the executor
 
-    def came(self, message: EncodePicture) -> list[Failed]:
+    def came(self, message: EncodePicture) -> list[LostPicture]:
         """Patches are in shared memory. Returns what waits for the picture in another size."""
         key = PictureKey(message.picture, message.grid)
         entry, problem = self.cache.get(key), self._problem(message)
@@ -168,11 +168,11 @@ class PictureLoads:
             for other in self.cache.of(message.picture)
         ]
 
-    def missing(self, picture: str, message: str) -> list[Failed]:
+    def missing(self, picture: str, message: str) -> list[LostPicture]:
         """The worker has no patches of a picture."""
         return [self._fail(key, message) for key in self.cache.of(picture)]
 
-    def is_in(self, news: PictureIn) -> list[Failed]:
+    def is_in(self, news: PictureIn) -> list[LostPicture]:
         """The patches of the oldest picture on its way are on the device, or not to be had."""
         started = self._started[self._here]
         self._take_back(started.key.picture, started.segment, news.error)
@@ -202,7 +202,7 @@ class PictureLoads:
             self._place()
             self._start()
 
-    def lost(self) -> list[Failed]:
+    def lost(self) -> list[LostPicture]:
         """The device has forgotten all pictures on their way."""
         for each in [*self._started][self._here :]:
             self._take_back(each.key.picture, each.segment, _LOST)
@@ -235,10 +235,10 @@ class PictureLoads:
     def _take_back(self, picture: str, segment: str, error: str | None) -> None:
         self._orders.taken.append(PictureTaken(picture, segment, error))
 
-    def _fail(self, key: PictureKey, message: str) -> Failed:
+    def _fail(self, key: PictureKey, message: str) -> LostPicture:
         """Forget a picture. Those that need it cannot go on."""
         self.cache.drop(key)
         holding = [lease for lease in self._held.values() if key in lease.keys]
         for lease in holding:
             lease.keys.remove(key)
-        return Failed([lease.sequence for lease in holding], message)
+        return LostPicture([lease.sequence for lease in holding], message)

@@ -41,7 +41,7 @@ from loraplex.server.engine.scheduling.events import (
 from loraplex.server.engine.scheduling.kv import SequencePages
 from loraplex.server.engine.scheduling.loading import AdapterLoads
 from loraplex.server.engine.scheduling.mask_share import MaskShare
-from loraplex.server.engine.scheduling.picture_loads import Failed, PictureLoads
+from loraplex.server.engine.scheduling.picture_loads import LostPicture, PictureLoads
 from loraplex.server.engine.scheduling.prompt_shares import PromptShares
 from loraplex.server.engine.scheduling.scheduler_config import SchedulerConfig
 from loraplex.server.engine.scheduling.sequence import (
@@ -181,7 +181,7 @@ class Scheduler:
     def picture_news(self, news: PictureIn) -> None:
         self._fail_pictures(self.pictures.is_in(news))
 
-    def _fail_pictures(self, failed: list[Failed], code: ErrorCode = "invalid_image") -> None:
+    def _fail_pictures(self, failed: list[LostPicture], code: ErrorCode = "invalid_image") -> None:
         for sequences, message in failed:
             for sequence in sequences:
                 if sequence.state is not State.FINISHED:  # by another picture of its

@@ -147,7 +147,8 @@ class DecodeGraphs:
                 columns[SLOT], reach, decodes=True
             )
         logits, sampled = self._logits[:size], self._sampled[:size]
-        rows, shifts = self._rows, self._ops.rotations.shifts(self._rows)
+        rows = self._rows
+        shifts = self._ops.rotations.shifts(rows.long_rows, rows.offsets)
         turns = None if shifts is None else self._turns[:size]
         shifted = None if turns is None or shifts is None else Shifted(*shifts, turns)
         work = self._work[size].items(packed[used:])

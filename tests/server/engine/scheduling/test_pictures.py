@@ -74,7 +74,7 @@ def test_a_sequence_waits_for_its_pictures_and_reads_them() -> None:
 
 def test_prompts_share_results_and_pages_of_the_same_pictures_alone() -> None:
     made = harness(max_step_tokens=64)
-    begin = [4, "d", 8, 9]
+    begin: list[int | str] = [4, "d", 8, 9]
     requests = [pictured([*begin, 1]), pictured([*begin, 2, 3]), pictured([4, "e", 5, 6, 7, 8, 9])]
     hits = []
     for request in requests:

@@ -51,7 +51,8 @@ def pictured(parts: list[int | str], **changes: Any) -> GenerateRequest:
 def right(made: Harness, request: GenerateRequest) -> list[int]:
     ids = pictured_ids(request.prompt_ids, request.pictures)
     options = made.executor.options
-    return certified_output(request.acting, ids, request.sampling.max_tokens, options)
+    wanted, begins = request.sampling.max_tokens, request.adapter_from
+    return certified_output(request.acting, ids, wanted, options, adapter_from=begins)
 
 
 def test_a_sequence_waits_for_its_pictures_and_reads_them() -> None:
@@ -236,6 +237,9 @@ def test_any_mixture_ends_right(seed: int) -> None:
         )
         if len(request.prompt_ids) > 40:
             continue
+        if request.adapter is not None and random.random() < 0.3:
+            begins = random.randrange(len(request.prompt_ids))
+            request = msgspec.structs.replace(request, adapter_from=begins)
         requests[made.submit(request)] = request
         if random.random() < 0.3:
             made.abort(random.choice([*requests]))

@@ -18,7 +18,8 @@ from loraplex.server.engine.executor import PictureIn
 from loraplex.server.model.tower.picture_store import SHARED
 from loraplex.server.protocol import GenerateRequest, PictureSpan, TokenEvent
 from tests.server.engine.harness import make_request
-from tests.server.model.driver import Driver, Packed
+from tests.server.model.driver import Driver
+from tests.server.model.driver import Packed as AnyPacked
 from tests.server.model.engine import Engine
 from tests.server.model.hub_models import SIZES, VOCAB, add_adapter, random_model, save_model
 from tests.server.model.slabs import pack
@@ -133,10 +134,17 @@ def reference(
     return scores
 
 
+class Packed:
+    """An adapter's slab."""
+
+    def __init__(self, layout: Any, slab: bytes) -> None:
+        self.layout, self.slab = layout, slab
+
+
 class PicturedEngine(Engine):
     """Pictures' patches come through shared memory, as a worker sends them."""
 
-    def __init__(self, driver: Driver, adapters: Mapping[str, Packed], **options: Any) -> None:
+    def __init__(self, driver: Driver, adapters: Mapping[str, AnyPacked], **options: Any) -> None:
         super().__init__(driver, adapters, **options)
         self.grids = {name: picture.grid for name, picture in PICTURES.items()}
         self._mine = uuid.uuid4().hex
@@ -173,7 +181,7 @@ class Pictured:
         self.driver: Driver = make_driver(save_model(base, folder))
         self.oracle: PeftModel = add_adapter(base, "one", LoraConfig(**LORA["one"]), 1)
         self.oracle = add_adapter(self.oracle, "two", LoraConfig(**LORA["two"]), 2)
-        self.packed = {name: _Packed(*pack(self.oracle, name, shards=shards)) for name in LORA}
+        self.packed = {name: Packed(*pack(self.oracle, name, shards=shards)) for name in LORA}
         self.names = {each.layout.digest: name for name, each in self.packed.items()}
 
     def digest(self, name: str | None) -> str | None:
@@ -215,8 +223,3 @@ class Pictured:
                 wanted = expected[place, logprob.token_id].item()
                 assert logprob.logprob is not None
                 assert abs(logprob.logprob - wanted) < TOLERANCE
-
-
-class _Packed:
-    def __init__(self, layout: Any, slab: bytes) -> None:
-        self.layout, self.slab = layout, slab

@@ -1,0 +1,85 @@
+"""Pictures over a real socket pair: they are asked for, taken, and computed between steps."""
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from loraplex.server.engine.messages import (
+    EncodePicture,
+    PictureFailed,
+    PicturesWanted,
+    PictureTaken,
+)
+from loraplex.server.engine.plan import StepPlan
+from tests.certifying.certificates import CertifyOptions, certified_output, pictured_ids
+from tests.certifying.executor import CertifyingExecutor, FakeTicket
+from tests.certifying.pictures import Encoded
+from tests.server.engine.harness import limits, make_request
+from tests.server.engine.scheduling.test_pictures import GRIDS, PICTURES, pictured
+from tests.server.engine.test_loop import running
+from tests.server.engine.worker_end import TIMEOUT_S
+
+LIMITS = limits(pictures=PICTURES, num_pages=64, max_context=200, max_step_tokens=32)
+OPTIONS = CertifyOptions(LIMITS.vocab_size, LIMITS.eos_token_ids)
+
+
+class Noting(CertifyingExecutor):
+    """launched: in order, S = a step, C = a chunk of a tower. A few steps are launched before the
+    pictures are sent."""
+
+    def __init__(self) -> None:
+        super().__init__(LIMITS, OPTIONS)
+        self.launched = ""
+        self.sent = threading.Event()
+
+    def launch(self, plan: StepPlan, meanwhile: Callable[[], None] | None = None) -> FakeTicket:
+        self.launched += "S"
+        if len(self.launched) == 5:
+            self.sent.wait(TIMEOUT_S)
+        return super().launch(plan, meanwhile)
+
+    def encode(self, layers: int) -> Encoded:
+        self.launched += "C"
+        return super().encode(layers)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_stream_goes_on_between_chunks(depth: int) -> None:
+    executor = Noting()
+    with running(executor, depth) as engine:
+        request = pictured([4, "d", "a", 7], max_tokens=5)
+        engine.worker.submit(2, request)
+        wanted = engine.worker.expect(PicturesWanted)
+        assert (wanted.key, wanted.pictures) == (2, ("d", "a"))
+        engine.worker.submit(1, make_request([5, 6], 60))
+        for picture in wanted.pictures:
+            grid = GRIDS[picture]
+            patches = (grid[1] * grid[2], PICTURES.columns)
+            engine.worker.send(EncodePicture(picture, grid, f"of {picture}", *patches))
+        executor.sent.set()
+        taken = [engine.worker.expect(PictureTaken) for _ in wanted.pictures]
+        assert [(each.segment, each.error) for each in taken] == [("of d", None), ("of a", None)]
+        expected = certified_output(
+            None, pictured_ids(request.prompt_ids, request.pictures), 5, OPTIONS
+        )
+        assert engine.worker.answer(2) == expected
+        assert engine.worker.answer(1) == certified_output(None, [5, 6], 60, OPTIONS)
+    assert executor.launched.count("C") == 2 * PICTURES.layers
+    assert "CC" not in executor.launched[: executor.launched.rindex("C")]
+
+
+def test_what_fails_ends_alone() -> None:
+    executor = Noting()
+    executor.pictures.bad.add("c")
+    with running(executor) as engine:
+        for key, name in enumerate("ac", start=1):
+            engine.worker.submit(key, pictured([4, name, 7]))
+            engine.worker.expect(PicturesWanted)
+        engine.worker.send(PictureFailed("a", "no picture"))
+        engine.worker.send(EncodePicture("c", GRIDS["c"], "of c", 4, PICTURES.columns))
+        assert engine.worker.expect(PictureTaken).error == "it is bad"
+        for key, message in ((1, "no picture"), (2, "it is bad")):
+            assert engine.worker.answer(key) == []
+            last = engine.worker.events[key][-1]
+            assert (last.error, last.message) == ("invalid_image", message)

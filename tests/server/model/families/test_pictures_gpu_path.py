@@ -1,0 +1,63 @@
+"""Pictures in prompts by the GPU's kernels, in Triton's interpreter, as the reference computes."""
+
+import os
+from pathlib import Path
+
+import pytest
+from peft import LoraConfig
+
+from tests.server.model.driver import Driver
+from tests.server.model.families.pictured import (
+    LORA,
+    TOLERANCE,
+    Packed,
+    PicturedEngine,
+    make_pictured,
+    pictured,
+    text,
+)
+from tests.server.model.gpu_pair import small_pair
+from tests.server.model.hub_models import add_adapter
+from tests.server.model.slabs import pack
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+    pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") != "1", reason="kernels need Triton's interpreter"
+    ),
+]
+
+
+@pytest.mark.parametrize("backend", ["fa2", "fa3"])
+def test_graphs_and_steps_outside(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decodes are in graphs, where their rows turn by an offset; steps with pictures are not."""
+    adapters = {"one": LoraConfig(**LORA["one"])}
+    model, again = (make_pictured(num_hidden_layers=2, intermediate_size=48) for _ in range(2))
+    packed = {"one": Packed(*pack(add_adapter(again, "one", adapters["one"], 1), "one"))}
+    with small_pair(model, adapters, tmp_path, monkeypatch, backend=backend) as pair:
+        digest = packed["one"].layout.digest
+        requests = [
+            pictured([text(2, 0), "b", text(3, 1)], max_tokens=4),
+            pictured([text(4, 2), "a", "c"], adapter=digest, max_tokens=4),
+            pictured([text(6, 3)], max_tokens=4),
+        ]
+
+        def answers(driver: Driver) -> list[tuple[list[int], list[float | None]]]:
+            engine = PicturedEngine(driver, packed, max_step_tokens=20)
+            keys = [engine.submit(request) for request in requests]
+            engine.run()
+            return [
+                (
+                    engine.tokens(key),
+                    [p.logprob for event in engine.events[key] for p in event.logprobs or ()],
+                )
+                for key in keys
+            ]
+
+        expected, found = answers(pair.reference), answers(pair.gpu)
+        for (tokens, logprobs), (own_tokens, own_logprobs) in zip(expected, found, strict=True):
+            assert own_tokens == tokens
+            assert own_logprobs == pytest.approx(logprobs, abs=TOLERANCE)
+        assert any(batch > 0 for batch in pair.graphs)

@@ -337,8 +337,8 @@ class EngineLoop(Generic[T]):
         self._load_while(lambda: not running.ticket.ready())
         results = self._executor.collect(running.ticket)
         ready = self._clock()
-        if running.chunks == self._chunks:  # the device was busy with nothing else
-            self._scheduler.took(ready - max(running.planned, self._ready_at))
+        step_s = ready - max(running.planned, self._ready_at)
+        self._scheduler.took(step_s, beside_tower=running.chunks != self._chunks)
         self._ready_at = ready
         self._in_flight.popleft()
         self._scheduler.commit(running.plan.step, results)

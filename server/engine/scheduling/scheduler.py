@@ -395,11 +395,14 @@ class Scheduler:
         """How long the newest step in flight is likely to take."""
         return self._in_flight[-1].load.likely_s
 
-    def took(self, step_s: float) -> None:
-        """The oldest step in flight kept the device busy for so long."""
+    def took(self, step_s: float, *, beside_tower: bool = False) -> None:
+        """The oldest step in flight kept the device busy for so long. beside_tower: and what was
+        computed of a picture; then nothing is learned of the time."""
         batch = self._in_flight[0]
-        self.prompts.cost.took(batch.load.tokens, batch.load.attended, step_s)
         self.shares.took(batch.plan, batch.sequences, step_s)
+        if beside_tower:
+            return
+        self.prompts.cost.took(batch.load.tokens, batch.load.attended, step_s)
         if not batch.load.tokens:
             self.drafting.price.saw(batch.plan.num_tokens, step_s)
 

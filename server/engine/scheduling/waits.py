@@ -1,4 +1,4 @@
-"""What sequences wait for beside pages and adapters: rows, constraints, their deadlines. Pure."""
+"""Waits of sequences for more than pages and adapters: rows, constraints, deadlines. Pure."""
 
 import heapq
 

@@ -85,19 +85,20 @@ def test_answers_and_faults_are_read(tmp_path: Path) -> None:
     usage = {"prompt_tokens": 3, "completion_tokens": 1}
     entries = [None, {"7": {"logprob": -0.5}}, {"8": {"logprob": -1}}]
     chat = {"choices": [{"message": {"content": "x"}}], "usage": usage, "prompt_logprobs": entries}
-    text = {"choices": [{"text": "y"}], "usage": usage, "created": 5}
+    priced = {**usage, "cost": 0.25, "device_seconds": 0.5}
+    text = {"choices": [{"text": "y"}], "usage": priced, "created": 5}
     (tmp_path / "out").write_text(record("chat", 200, chat) + "\n" + record("text", 200, text))
     (tmp_path / "err").write_text(record("bad", 404, {"error": {"message": "no adapter"}}))
     found = read_answers(tmp_path / "out", tmp_path / "err")
     assert found["chat"] == LineAnswer("x", (7, 8), (-0.5, -1.0), 3, 1)
-    assert found["text"] == LineAnswer("y", (), (), 3, 1, 5)
+    assert found["text"] == LineAnswer("y", (), (), 3, 1, 5, cost=0.25, device_s=0.5)
     assert found["bad"].fault == "no adapter"
 
 
 def test_a_report_counts_what_failed_and_what_won() -> None:
     lines = [EvalLine(prompt="?", answer="x")] * 2
     answers = {
-        f"{name} {n} 0": LineAnswer("x", created=n, prompt_tokens=2)
+        f"{name} {n} 0": LineAnswer("x", created=n, prompt_tokens=2, cost=0.5 * n)
         for name in "ab"
         for n in (1, 2)
     }
@@ -108,6 +109,7 @@ def test_a_report_counts_what_failed_and_what_won() -> None:
         (1, 0, 1, 4),
         (0, 1, 0, 0),
     ]
+    assert [row.cost for row in rows] == [1.5, None]
     (pair,) = report_of("exact", rows).pairs
     assert (pair.wins, pair.losses, pair.ties, pair.p) == (1, 0, 0, 1.0)
     text = as_text(report_of("exact", rows))

@@ -8,6 +8,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 import certifi
+import hypothesis.internal.conjecture.providers as choices
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -42,6 +43,10 @@ settings.register_profile(
 )
 settings.load_profile("any-machine")
 
+# Else each process parses the product and all tests for numbers and texts to draw from, and what is
+# drawn hangs on the files that were collected.
+setattr(choices, "_get_local_constants", lambda: choices._local_constants)  # noqa: B010
+
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
@@ -61,6 +66,10 @@ def pytest_collection_finish() -> None:
 
 
 # Modules and 20,000 tests last. Without this each collection of garbage would look at all of them.
+# The interpreter of kernels makes small things by the million, and few of them are in circles.
+_UNCOLLECTED = 20_000
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, None, None]:
     gc.disable()
@@ -68,5 +77,6 @@ def pytest_collection() -> Generator[None, None, None]:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(_UNCOLLECTED)
         gc.enable()
         atexit.register(gc.unfreeze)  # else bindings report what is left as leaks

@@ -14,6 +14,7 @@ from loraplex.server.engine.drafts.token_price import TokenPrice
 from loraplex.server.engine.messages import StepOutput
 from loraplex.server.model.executor import TorchExecutor
 from loraplex.server.protocol import GenerateRequest
+from tests.grids import sparse
 from tests.server.constraints.serving import (
     DEMO,
     EOS,
@@ -129,8 +130,7 @@ def test_preempted_and_resumed_answers_are_those_of_an_undisturbed_run(made: Con
     assert answers[0] == answers[1]
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("kv_memory", [4 << 20, 14 * 16 * 6144])
+@pytest.mark.parametrize(("kv_memory", "depth"), sparse([4 << 20, 14 * 16 * 6144], [1, 2]))
 def test_answers_with_drafts_are_those_without(
     made: Constraints, depth: int, kv_memory: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

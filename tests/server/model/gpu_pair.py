@@ -32,6 +32,8 @@ from tests.server.model.slabs import pack
 
 # Of each answer: by the prompt's step, by the first decode, and by one behind a decode.
 TOKENS = 3
+# Of the smallest graph of steps with prompts: the interpreter pays for each row of padding.
+_LEAST_TOKENS = 16
 
 
 class Pair:
@@ -64,12 +66,12 @@ class Pair:
         self.reference = Driver(folder, **{**changes, "shards": 1})
         fake_flashinfer.install(patch)
         from loraplex.server.kernels.sampling import draw, greedy
+        from loraplex.server.model.graphs import fast_path
         from loraplex.server.model.ops import (
             attention_cuda,
             lora_strategy,
             ops_cuda,
             prompt_attention,
-            sizes,
         )
 
         heads = range(0 if backend == "none" else 257)
@@ -86,8 +88,8 @@ class Pair:
             if tokens:
                 patch.setattr(lora_strategy, name, tokens)
         if most_tokens:
-            patch.setattr(sizes, "_MOST_TOKENS", most_tokens)
-            patch.setattr(sizes, "_MOST_WORK", 0)
+            every = range(_LEAST_TOKENS, most_tokens + 1, _LEAST_TOKENS)
+            patch.setattr(fast_path, "token_sizes", lambda *_: tuple(every))
         self.graphs = replace_graphs(patch)
         self.gpu = _gpu_driver(folder, changes)
         of_gpu = [pack(model, name, shards=self.gpu.config.shards) for name in adapters]
@@ -128,7 +130,7 @@ def small_pair(
     **changes: Any,
 ) -> Iterator[Pair]:
     """A Pair whose steps of every kind are small. changes: of Pair."""
-    sizes = {"few_tokens": 8, "mixed_tokens": 16, "most_tokens": 32, "max_running": 4}
+    sizes = {"few_tokens": 8, "mixed_tokens": 12, "most_tokens": 32, "max_running": 4}
     pair = Pair(model, adapters, folder, patch, **{**sizes, **changes})
     try:
         yield pair

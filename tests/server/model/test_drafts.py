@@ -158,7 +158,7 @@ def test_on_the_gpu_path(
     adapters = {"layers": LAYERS, "everywhere": EVERYWHERE}
     folder = tmp_path_factory.mktemp("gpu")
     model = make_model(base, **SIZES if base == "llama3" else {})
-    changes = {"max_running": 48, "max_draft": 5}
+    changes = {"max_running": 24, "max_draft": 5}
     with small_pair(model, adapters, folder, monkeypatch, **changes) as pair:
         monkeypatch.setitem(globals(), "TOKENS", 5)
         check(pair.gpu, names)

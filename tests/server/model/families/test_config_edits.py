@@ -27,7 +27,7 @@ from tests.server.model.hub_models import make_model, random_model, reference_lo
 pytestmark = pytest.mark.filterwarnings("ignore")
 PROMPT_TOKENS = 14
 # Of each family in an ordinary run; `make test-all` tries every edit.
-SAMPLED = 3
+SAMPLED = 2
 MOST_PARAMETERS = 10_000_000
 EAGER = {"attn_implementation": "eager"}
 

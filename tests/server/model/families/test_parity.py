@@ -54,9 +54,9 @@ def assert_base(name: str, chunks: Sequence[int], folder: Path) -> None:
     for chunk in chunks:
         streams = [
             Stream(driver, row, prompt(length, length), sampling=GREEDY)
-            for row, length in enumerate((1, 4, 17, 40))
+            for row, length in enumerate((1, 17, 40))
         ]
-        generate(driver, streams, 9, chunk)
+        generate(driver, streams, 5, chunk)
         for stream in streams:
             assert_parity(model, None, stream)
             stream.free()
@@ -111,7 +111,7 @@ def served(
 def test_adapters_in_one_batch(name: str, tmp_path: Path) -> None:
     """A few adapters of each family, which reach every module, and not every layer."""
     served = Served(name, tmp_path, adapters=few_of(VARIANTS[name]))
-    served.assert_together((9, 2, 23, 14), 3, 5, times=1)
+    served.assert_together((9, 2, 23), 3, 5, times=1)
     served.assert_adapters_change_the_answer()
     served.driver.close()
 

@@ -14,7 +14,7 @@ from tests.grids import beyond
 from tests.server.model.adapter_zoo import few_of, zoo_of
 from tests.server.model.driver import Stream, generate
 from tests.server.model.families.parity import GREEDY, Served, assert_parity, prompt
-from tests.server.model.families.variants import VARIANTS, rows
+from tests.server.model.families.variants import VARIANTS
 from tests.server.model.hub_models import make_model, save_model
 from tests.server.model.sharding.lockstep import ShardedDriver
 
@@ -26,9 +26,20 @@ pytestmark = [
 ]
 
 
+# One of each cut of matrices, heads, experts, states, tables and biases. Other rows differ in their
+# rotations, windows and names, which no device shares.
+CUT = (
+    *("qwen3.5", "qwen3.5-even", "qwen3.5-moe", "qwen3-next", "olmo-hybrid", "nemotron-h"),
+    *("gemma4", "gemma4-values", "gemma4-moe", "gemma4-inputs", "gemma4-wide-mlp", "gemma3-images"),
+    *("lfm2", "lfm2-biases", "falcon-h1", "falcon-h1-gated", "granite-hybrid", "gemma2", "gemma3"),
+    *("gpt-oss", "mixtral", "qwen3-moe", "qwen3-moe-dense-layer", "llama3", "llama-biases-tied"),
+    *("qwen2", "qwen3-biases", "olmo2", "olmo2-biases", "phi", "phi3", "glm4", "ernie", "exaone"),
+)
+
+
 @pytest.mark.parametrize("chunk", beyond(1, [5, 64]))
 @pytest.mark.parametrize("shards", beyond(1, [2, 4]))
-@pytest.mark.parametrize("name", rows(VARIANTS))
+@pytest.mark.parametrize("name", beyond(len(CUT), sorted(VARIANTS, key=lambda n: n not in CUT)))
 def test_base_models(name: str, shards: int, chunk: int, tmp_path: Path) -> None:
     model = make_model(name)
     folder = save_model(model, tmp_path)
@@ -39,7 +50,7 @@ def test_base_models(name: str, shards: int, chunk: int, tmp_path: Path) -> None
     driver = ShardedDriver(folder, shards)
     streams = [
         Stream(driver, row, prompt(length, length), sampling=GREEDY)
-        for row, length in enumerate((1, 4, 17, 40))
+        for row, length in enumerate((1, 40))
     ]
     generate(driver, streams, 5, chunk)
     for stream in streams:

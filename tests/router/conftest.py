@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 import uvloop
 
 from loraplex.router.shared.memory_store import MemoryStore
@@ -46,4 +47,15 @@ async def worker() -> AsyncIterator[FakeWorker]:
 async def router(tmp_path: Path, worker: FakeWorker) -> AsyncIterator[Running]:
     """One router on one worker; `pirate` is a registered adapter."""
     async with running_router(tmp_path, worker, adapters=("pirate=hub:org/pirate",)) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def kept_router(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Running]:
+    """As `router`, once for the tests of a file that change nothing: those `of_kept_router`."""
+    folder, adapters = tmp_path_factory.mktemp("router"), ("pirate=hub:org/pirate",)
+    async with (
+        running_worker(FakeWorker()) as worker,
+        running_router(folder, worker, adapters=adapters) as running,
+    ):
         yield running

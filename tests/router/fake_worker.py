@@ -8,6 +8,7 @@ import hashlib
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import cache
 from http import HTTPStatus
 
 import msgspec
@@ -80,11 +81,16 @@ def make_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+@cache
+def _tokenizer_json() -> str:
+    return make_tokenizer().to_str()
+
+
 def make_card(**changes: object) -> ModelCard:
     card = ModelCard(
         base_digest="b" * 64,
         names=(BASE_NAME,),
-        tokenizer_json=make_tokenizer().to_str(),
+        tokenizer_json=_tokenizer_json(),
         chat_template=CHAT_TEMPLATE,
         special_tokens={"eos_token": "<eos>", "bos_token": "<bos>"},
         eos_token_ids=(EOS,),

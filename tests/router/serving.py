@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import httpx
 import msgspec
+import pytest
 import uvicorn.server
 from prometheus_client import CollectorRegistry
 
@@ -25,6 +26,8 @@ from loraplex.router.service import Service
 from tests.router.fake_worker import SECRET
 
 COMMIT = "c" * 40
+# Of tests that ask a file's `kept_router`, on that router's event loop.
+of_kept_router = pytest.mark.asyncio(loop_scope="module")
 
 
 class _Hasty:

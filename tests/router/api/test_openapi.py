@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,13 @@ def schema_of(document: dict[str, Any], *way: str) -> Draft202012Validator:
     return Draft202012Validator({**found, "components": document["components"]})
 
 
+@cache
+def body_schema(name: str, **limits: int) -> Draft202012Validator:
+    """The schema of a body, as a router with these limits describes it."""
+    document = openapi_document("1", limits=ApiLimits(**limits))
+    return schema_of(document, "components", "schemas", name)
+
+
 @pytest.mark.parametrize(
     ("body", "is_good"),
     [
@@ -200,13 +208,11 @@ def schema_of(document: dict[str, Any], *way: str) -> Draft202012Validator:
     ],
 )
 def test_what_is_described_is_what_is_parsed(body: dict[str, Any], is_good: bool) -> None:
-    limits = ApiLimits(max_n=3, max_stop_sequences=2)
-    document = openapi_document("1", limits=limits)
+    limits = {"max_n": 3, "max_stop_sequences": 2}
     body = {"model": "", "messages": [{"role": "user", "content": "x"}], **body}
-    validator = schema_of(document, "components", "schemas", "ChatBody")
-    assert validator.is_valid(body) == is_good
+    assert body_schema("ChatBody", **limits).is_valid(body) == is_good
     try:
-        openai_chat.parse(json.dumps(body).encode(), limits)
+        openai_chat.parse(json.dumps(body).encode(), ApiLimits(**limits))
         assert is_good
     except RequestError:
         assert not is_good
@@ -239,13 +245,12 @@ def test_what_is_described_is_what_is_parsed(body: dict[str, Any], is_good: bool
     ],
 )
 def test_messages_are_described_as_they_are_parsed(body: dict[str, Any], is_good: bool) -> None:
-    limits = ApiLimits(max_stop_sequences=2)
-    document = openapi_document("1", limits=limits)
+    limits = {"max_stop_sequences": 2}
     said = [{"role": "user", "content": "x"}]
     body = {"model": "", "messages": said, "max_tokens": 1} | body
-    assert schema_of(document, "components", "schemas", "MessagesBody").is_valid(body) == is_good
+    assert body_schema("MessagesBody", **limits).is_valid(body) == is_good
     try:
-        messages.parse(json.dumps(body).encode(), limits)
+        messages.parse(json.dumps(body).encode(), ApiLimits(**limits))
         assert is_good
     except RequestError:
         assert not is_good
@@ -298,20 +303,19 @@ TOO_MUCH: dict[str, list[tuple[str, Any]]] = {
     [(name, *case) for name, cases in TOO_MUCH.items() for case in cases],
 )
 def test_options_bounds_are_checked_and_described(name: str, field: str, value: Any) -> None:
-    limits = ApiLimits(
-        max_n=3,
-        max_logprobs=2,
-        max_stop_sequences=2,
-        max_stop_chars=5,
-        max_stop_token_ids=2,
-        max_logit_bias=2,
-        max_bad_words=2,
-    )
+    limits = {
+        "max_n": 3,
+        "max_logprobs": 2,
+        "max_stop_sequences": 2,
+        "max_stop_chars": 5,
+        "max_stop_token_ids": 2,
+        "max_logit_bias": 2,
+        "max_bad_words": 2,
+    }
     chat = {"messages": [{"role": "user", "content": "x"}], "logprobs": True}
     body = {"model": "", field: value} | (chat if name == "ChatBody" else {"prompt": "x"})
-    validator = schema_of(openapi_document("1", limits=limits), "components", "schemas", name)
-    assert not validator.is_valid(body)
+    assert not body_schema(name, **limits).is_valid(body)
     parse = openai_chat.parse if name == "ChatBody" else completions.parse
     with pytest.raises(RequestError) as caught:
-        parse(json.dumps(body).encode(), limits)
+        parse(json.dumps(body).encode(), ApiLimits(**limits))
     assert caught.value.param == field

@@ -12,7 +12,7 @@ from loraplex.adapters.manifest import AdapterManifest
 from loraplex.router.config import RouterConfig
 from loraplex.server.protocol import AdapterLoad, ErrorCode, GenerateRequest
 from tests.router.fake_worker import FakeWorker, make_manifest, running_worker
-from tests.router.serving import Running, poll, running_router
+from tests.router.serving import Running, of_kept_router, poll, running_router
 
 KEY = "the admin's key"
 VERSION = {"reference": "org/one", "weight": 100}
@@ -71,6 +71,8 @@ async def test_register_by_parts(router: Running, worker: FakeWorker) -> None:
     assert answer.json()["ref"] == "hub:org/one@v1"
 
 
+@of_kept_router
+@of_kept_router
 @pytest.mark.parametrize(
     ("body", "status", "words"),
     [
@@ -99,12 +101,12 @@ async def test_register_by_parts(router: Running, worker: FakeWorker) -> None:
     ],
 )
 async def test_what_cannot_be_registered(
-    router: Running, body: dict[str, Any], status: int, words: str
+    kept_router: Running, body: dict[str, Any], status: int, words: str
 ) -> None:
-    answer = await call(router, "POST", "", **body)
+    answer = await call(kept_router, "POST", "", **body)
     assert answer.status_code == status, answer.text
     assert words in answer.json()["error"]["message"]
-    listed = (await call(router, "GET", "")).json()["data"]
+    listed = (await call(kept_router, "GET", "")).json()["data"]
     assert [one["id"] for one in listed] == ["pirate"]
 
 

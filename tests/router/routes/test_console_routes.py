@@ -5,7 +5,7 @@ import re
 import pytest
 
 from loraplex.router.routes.console import FOLDER
-from tests.router.serving import Running
+from tests.router.serving import Running, of_kept_router
 
 FILES = sorted(path.name for path in FOLDER.iterdir())
 
@@ -22,20 +22,22 @@ async def test_the_page_and_its_policy(router: Running) -> None:
     assert (again.status_code, again.content) == (304, b"")
 
 
+@of_kept_router
 @pytest.mark.parametrize("name", [name for name in FILES if name != "index.html"])
-async def test_files(router: Running, name: str) -> None:
-    answer = await router.client.get(f"/console/{name}")
+async def test_files(kept_router: Running, name: str) -> None:
+    answer = await kept_router.client.get(f"/console/{name}")
     assert answer.status_code == 200
     assert answer.content == (FOLDER / name).read_bytes()
     assert "content-security-policy" in answer.headers
     assert answer.headers["x-content-type-options"] == "nosniff"
 
 
+@of_kept_router
 @pytest.mark.parametrize(
     "path", ["nothing.js", "index.html", "..%2fapp.py", "%2e%2e/app.py", "app.js/", "App.js"]
 )
-async def test_no_other_file(router: Running, path: str) -> None:
-    answer = await router.client.get(f"/console/{path}")
+async def test_no_other_file(kept_router: Running, path: str) -> None:
+    answer = await kept_router.client.get(f"/console/{path}")
     assert answer.status_code == 404
     assert answer.json()["error_type"] == "not_found"
 

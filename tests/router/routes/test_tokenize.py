@@ -20,7 +20,7 @@ from tests.router.fake_worker import (
     running_worker,
 )
 from tests.router.routes.test_keys import bearer, create, keyed
-from tests.router.serving import Running, running_router
+from tests.router.serving import Running, of_kept_router, running_router
 
 OF_CHATS = ("chat_template_kwargs", "add_generation_prompt")
 HI = [{"role": "user", "content": "hi"}]
@@ -132,6 +132,8 @@ async def test_an_adapters_own_template(bos_router: Running) -> None:
     assert await ids(bos_router, model="org/own", prompt="x") == [BOS, ord("x")]
 
 
+@of_kept_router
+@of_kept_router
 @pytest.mark.parametrize(
     ("body", "status", "param"),
     [
@@ -147,11 +149,13 @@ async def test_an_adapters_own_template(bos_router: Running) -> None:
     ],
 )
 async def test_faults_of_vllms_shapes(
-    router: Running, body: dict[str, Any], status: int, param: str
+    kept_router: Running, body: dict[str, Any], status: int, param: str
 ) -> None:
-    assert fault(await tokenize(router, **body)) == (status, param)
+    assert fault(await tokenize(kept_router, **body)) == (status, param)
 
 
+@of_kept_router
+@of_kept_router
 @pytest.mark.parametrize(
     ("body", "word"),
     [
@@ -164,9 +168,9 @@ async def test_faults_of_vllms_shapes(
     ],
 )
 async def test_faults_that_are_reported_as_loraxs(
-    router: Running, body: dict[str, Any], word: str
+    kept_router: Running, body: dict[str, Any], word: str
 ) -> None:
-    answer = await tokenize(router, **body)
+    answer = await tokenize(kept_router, **body)
     assert (answer.status_code, answer.json()["error_type"]) == (422, "validation")
     assert word in answer.json()["error"]
 

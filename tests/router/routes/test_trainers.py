@@ -18,7 +18,7 @@ from tests.router.fake_worker import (
     running_worker,
 )
 from tests.router.routes.test_keys import ADMIN, bearer, create, keyed
-from tests.router.serving import Running, events_of, poll, running_router
+from tests.router.serving import Running, events_of, of_kept_router, poll, running_router
 
 PIRATE = make_manifest("org/pirate").digest
 TEXT = "base says hello 0"
@@ -247,6 +247,8 @@ async def test_logprobs_of_a_text_are_as_many_as_its_ids(router: Running, stream
             assert sum(len(choice["token_ids"]) for choice in choices) == count
 
 
+@of_kept_router
+@of_kept_router
 @pytest.mark.parametrize(
     ("body", "param", "said"),
     [
@@ -271,10 +273,10 @@ async def test_logprobs_of_a_text_are_as_many_as_its_ids(router: Running, stream
     ],
 )
 async def test_what_tokens_refuse(
-    router: Running, body: dict[str, Any], param: str, said: str
+    kept_router: Running, body: dict[str, Any], param: str, said: str
 ) -> None:
     whole = {"token_ids": [1], "sampling_params": {}} | body
-    answer = await post(router, "/inference/v1/generate", whole)
+    answer = await post(kept_router, "/inference/v1/generate", whole)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param)
     assert said in error["message"]

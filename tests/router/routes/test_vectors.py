@@ -24,7 +24,7 @@ from tests.router.fake_worker import (
     make_manifest,
 )
 from tests.router.routes.test_keys import ADMIN, bearer, create, keyed
-from tests.router.serving import Running, running_router
+from tests.router.serving import Running, of_kept_router, running_router
 
 PIRATE = make_manifest("org/pirate").digest
 FORM = VectorForm(
@@ -173,6 +173,8 @@ async def test_what_a_tokenizer_puts_around_a_text_outlives_a_cut(tmp_path: Path
     await worker.stop()
 
 
+@of_kept_router
+@of_kept_router
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
@@ -197,9 +199,9 @@ async def test_what_a_tokenizer_puts_around_a_text_outlives_a_cut(tmp_path: Path
     ],
 )
 async def test_refused_by_name(
-    router: Running, fields: dict[str, Any], param: str, words: str
+    kept_router: Running, fields: dict[str, Any], param: str, words: str
 ) -> None:
-    answer = await embed(router, **({"input": "hi"} | fields))
+    answer = await embed(kept_router, **({"input": "hi"} | fields))
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert error["param"] == param

@@ -7,7 +7,7 @@ import pytest
 from openai.types.chat import ChatCompletion
 
 from tests.router.fake_worker import BASE_NAME, FakeWorker, ids_of
-from tests.router.serving import Running
+from tests.router.serving import Running, of_kept_router
 
 BATCH = "/v1/chat/completions/batch"
 CHAT = "/v1/chat/completions"
@@ -53,6 +53,7 @@ async def test_each_conversation_has_its_choice(
     assert alone.json()["choices"][0]["message"] == answer.json()["choices"][-1]["message"]
 
 
+@of_kept_router
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -67,10 +68,10 @@ async def test_each_conversation_has_its_choice(
     ],
 )
 async def test_what_several_conversations_have_not(
-    router: Running, fields: dict[str, Any], param: str
+    kept_router: Running, fields: dict[str, Any], param: str
 ) -> None:
     body = {"model": BASE_NAME, "messages": [[said("a")]], "n": 1, "stream": False, **fields}
-    answer = await router.client.post(BATCH, json=body)
+    answer = await kept_router.client.post(BATCH, json=body)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
 

@@ -52,7 +52,6 @@ GROUPS: Mapping[str, frozenset[str]] = {
             "cache_dir",
             "upload_store",
             "upload_disk",
-            "upload_wait",
             "max_lora_rank",
             "adapter_ttl_s",
             "dora_graphs",

@@ -58,6 +58,7 @@ RETIRED: Mapping[str, str] = {
     "head-timeout-s": "a head has 10 s",
     "idempotency-ttl-s": "an answer is kept for an hour",
     "max-adapter-bytes": "an adapter has at most 4 GiB as published",
+    "max-connections-per-address": "a proxy in front counts the connections of an address",
     "max-connections": "a router has 8,192 connections; --max-requests bounds what they ask",
     "max-queue-bytes": "waiting prompts have 256 MiB; --max-queue bounds their number",
     "max-stop-sequences": "a request has at most 16 stop strings",
@@ -78,8 +79,10 @@ RETIRED: Mapping[str, str] = {
     "retry-share": "retries after lost workers are bounded by themselves",
     "reuse-port": "--router-processes starts several routers on one port",
     "timeout-s": "the server's --request-timeout-s bounds an answer of `loraplex batch`",
+    "unread-tools": "a default text describes tools to a template that reads none",
     "upload-max-bytes": "an upload has at most 4 GiB",
     "upload-tenant-bytes": "a tenant's kept versions have 64 GiB; the keys file may say otherwise",
+    "upload-wait": "an upload is answered when every worker has it, or says why not",
     "worker-silence-s": "a worker's streams go on at another after 1 s of silence",
 }
 

@@ -158,7 +158,7 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
         errors=ground.errors,
         watch=_watch(ground, dispatcher, declarations, batches),
         tracing=_tracing(config),
-        front_door=FrontDoor(config.max_connections, config.max_connections_per_address),
+        front_door=FrontDoor(config.max_connections),
         idempotency=_idempotency(ground),
         background=ground.background,
         orphaned_unloads=OrphanedUnloads(ground.sharing.store, admin),
@@ -370,7 +370,7 @@ def _dispatch_limits(config: RouterConfig) -> DispatchLimits:
 
 def _tokeniser(ground: _Ground) -> Tokeniser:
     config = ground.config
-    parts = AnswerParts(config.tool_format, config.reasoning_format, config.unread_tools)
+    parts = AnswerParts(config.tool_format, config.reasoning_format)
     return Tokeniser(PromptMakers(ground.sandbox, ground.reader), parts, config.grammar)
 
 

@@ -101,11 +101,6 @@ class RouterConfig:
     tool_format: str = option(
         "auto", "how the base writes calls of tools: a format's name, or auto: by its chat template"
     )
-    unread_tools: Literal["describe", "refuse"] = option(
-        "describe",
-        "tools for a model whose chat template reads none: a default text describes"
-        " them, or they are refused unless a call is demanded",
-    )
     reasoning_format: str = option(
         "auto",
         "how the base marks its reasoning: a format's name; auto: by the chat template;"
@@ -177,7 +172,6 @@ class RouterConfig:
         min=0,
     )
     max_connections: int = fixed(8192)
-    max_connections_per_address: int = option(0, "the same from one address (0 = no cap)", min=0)
     cors_origins: tuple[str, ...] = option(
         (),
         "origin whose web pages may call, e.g. https://app.example (default: none)",

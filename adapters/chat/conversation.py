@@ -13,7 +13,6 @@ FaultCause = Literal["template_error", "unsupported", "invalid"]
 NoContent = Literal["absent", "null", "empty", "part"]
 # What becomes of tools that the template does not read: a default text describes them, the prompt
 # is refused, or has nothing of them.
-UnreadTools = Literal["describe", "refuse", "omit"]
 Verbosity = Literal["low", "medium", "high"]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 # Other servers' names of an assistant's reasoning. What callers send has the first.
@@ -89,8 +88,8 @@ class TemplateOptions(msgspec.Struct, frozen=True):
     continue_final_message: the prompt ends within the last message, right after its text.
     documents, tools: None = none. template: a name of the template list; None = by transformers'
     rule.
-    variables: further ones of the template. unread_tools: of a template that reads none. in_loop:
-    tools were offered, be it that this prompt has none: calls and results are among the messages.
+    variables: further ones of the template. in_loop: tools were offered, be it that this prompt has
+    none: calls and results are among the messages.
     From effort on: hints, variables that need not be read. How much the model shall reason; whether
     it shall at all; for how many tokens; how much it shall say.
     """
@@ -101,7 +100,6 @@ class TemplateOptions(msgspec.Struct, frozen=True):
     tools: list[dict[str, Any]] | None = None
     template: str | None = None
     variables: dict[str, Any] = {}
-    unread_tools: UnreadTools = "describe"
     in_loop: bool = False
     effort: ReasoningEffort | None = None
     thinks: Literal[True] | None = None

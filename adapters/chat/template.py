@@ -122,9 +122,11 @@ class ChatTemplate:
         """The prompt. messages: as `shaped` takes them."""
         check_variables(options.variables, self._special_tokens)
         if options.documents is not None and "documents" not in self.variables:
-            raise _unread("documents")
+            message = "`documents`: the chat template does not read any"
+            raise TemplateFault(message, "unsupported", "documents")
         hints = read_hints(options, self.variables)
-        tools, variables = self._tools_described(options), hints.variables | options.variables
+        tools = None if "tools" in self.variables else options.tools
+        variables = hints.variables | options.variables
         if tools is not None or (options.in_loop and "tools" not in self.variables):
             messages = described(messages, tools, self._reads_system)
             options = msgspec.structs.replace(options, tools=None)
@@ -140,14 +142,6 @@ class ChatTemplate:
             raise _not_continued("`add_generation_prompt` must be false")
         final = _open_end(ready)
         return _cut_at_end(self._write(ready, options), final)
-
-    def _tools_described(self, options: TemplateOptions) -> list[dict[str, Any]] | None:
-        """Choose the tools that the default text describes; None = it describes none."""
-        if options.tools is None or "tools" in self.variables:
-            return None
-        if options.unread_tools == "refuse":
-            raise _unread("tools")
-        return options.tools if options.unread_tools == "describe" else None
 
     @cached_property
     def _reads_system(self) -> bool:
@@ -215,11 +209,6 @@ def _cut_at_end(prompt: str, final: str) -> str:
         raise _not_continued("the chat template does not write the final message's text as it is")
     is_trimmed = not prompt.startswith(_END, end)
     return prompt[:end].rstrip() if is_trimmed else prompt[:end]
-
-
-def _unread(field: str) -> TemplateFault:
-    message = f"`{field}`: the chat template does not read any"
-    return TemplateFault(message, "unsupported", field)
 
 
 def _not_continued(why: str) -> TemplateFault:

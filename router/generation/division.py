@@ -2,11 +2,10 @@
 
 from collections.abc import Callable, Collection
 from functools import lru_cache, partial
-from typing import Literal
 
 import msgspec
 
-from loraplex.adapters.chat.conversation import UnreadTools, choose_template
+from loraplex.adapters.chat.conversation import choose_template
 from loraplex.adapters.manifest import AdapterTemplate
 from loraplex.router.call import GenerationCall, RequestError
 from loraplex.router.parts.division import Division
@@ -69,22 +68,11 @@ class AnswerParts(msgspec.Struct, frozen=True):
     """Settings of the operator for the base's answers.
 
     tool_format, reasoning_format: names; auto = by the template. With the reasoning_format `none`
-    reasoning is text. unread_tools: for a template that reads no tools.
+    reasoning is text.
     """
 
     tool_format: str = "auto"
     reasoning_format: str = "auto"
-    unread_tools: Literal["describe", "refuse"] = "describe"
-
-    def prepared(self, call: GenerationCall) -> GenerationCall:
-        """Returns the call with what becomes of tools that its template does not read: what a
-        grammar demands needs no description.
-        """
-        if call.tools is None or self.unread_tools == "describe":
-            return call
-        unread: UnreadTools = "omit" if call.tools.is_demanded else "refuse"
-        template = msgspec.structs.replace(call.template, unread_tools=unread)
-        return msgspec.structs.replace(call, template=template)
 
     def of(
         self,

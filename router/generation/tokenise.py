@@ -140,7 +140,6 @@ class Tokeniser:
                 text = (await render_messages(*chat)).text
                 call = msgspec.structs.replace(call, prompts=(text,))
             return await _texts_read(call, vector, model)
-        call = self._parts.prepared(call)
         return await build_prompts(call, model, template, self.makers)
 
     async def tokenise(

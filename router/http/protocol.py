@@ -123,7 +123,7 @@ class _BadHost(Exception):
 class BoundedHttpProtocol(HttpToolsProtocol):
     """One connection. Its answers to what is not HTTP are JSON, too.
 
-    address: with which it has its place at the door already, and was counted. began: from then on
+    is_inside: it has its place at the door already, and was counted. began: from then on
     its end frees its place.
     """
 
@@ -133,14 +133,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         deadlines: HttpDeadlines,
         metrics: RouterMetrics,
         *args: Any,
-        address: str | None = None,
+        is_inside: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self._door = door
         self._deadlines = deadlines
         self._metrics = metrics
-        self._address = address
+        self._is_inside = is_inside
         self.began = False
         self._stopping = False
         self._refused = False  # nothing more is read
@@ -161,26 +161,21 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.began = True
         super().connection_made(transport)
         transport.set_write_buffer_limits(MAX_UNREAD_BYTES)
-        if self._address is not None:
+        if self._is_inside:
             self._await_head()
             return
-        self._address = self.client[0] if self.client else ""
+        self._is_inside = True
         self._metrics.connections.inc()
-        cap = self._door.enter(self._address)
-        if cap is None:
+        if self._door.enter():
             self._await_head()
             return
-        self._metrics.connections_refused.labels(cap).inc()
-        if cap == "total":
-            message = "too many connections; try again soon"
-            self._refuse(b"503 Service Unavailable", message, "unavailable")
-        else:
-            message = "too many connections from this address"
-            self._refuse(b"429 Too Many Requests", message, "overloaded")
+        self._metrics.connections_refused.inc()
+        message = "too many connections; try again soon"
+        self._refuse(b"503 Service Unavailable", message, "unavailable")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._address is not None:
-            self._door.leave(self._address)
+        if self._is_inside:
+            self._door.leave()
         _stop(self._head_timer)
         _stop(self._body_timer)
         _stop(self._read_timer)

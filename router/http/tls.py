@@ -110,7 +110,7 @@ class TlsAcceptor:
     reports one only when its handshake is over. A connection keeps the certificate that it began
     with.
 
-    make_protocol: of a connection from this address. Once it has shaken hands and begins, its place
+    make_protocol: of a connection. Once it has shaken hands and begins, its place
     at the door is its own.
     """
 
@@ -120,7 +120,7 @@ class TlsAcceptor:
         door: FrontDoor,
         deadlines: HttpDeadlines,
         metrics: RouterMetrics,
-        make_protocol: Callable[[str], BoundedHttpProtocol],
+        make_protocol: Callable[[], BoundedHttpProtocol],
     ) -> None:
         self.certificate = certificate
         self._door = door
@@ -135,28 +135,27 @@ class TlsAcceptor:
         listener.setblocking(False)
         while True:
             try:
-                accepted, peer = await loop.sock_accept(listener)
+                accepted, _ = await loop.sock_accept(listener)
             except OSError as error:
                 if error.errno in _NO_MORE_FILES:
                     logger.error("cannot accept connections: %s", error.strerror)
                     await asyncio.sleep(_ACCEPT_AGAIN_S)
                 continue  # else this one is gone before it was accepted: accept(2)
-            self._admit(accepted, str(peer[0]))
+            self._admit(accepted)
 
-    def _admit(self, accepted: socket.socket, address: str) -> None:
+    def _admit(self, accepted: socket.socket) -> None:
         self._metrics.connections.inc()
-        cap = self._door.enter(address)
-        if cap is not None:
-            self._door.leave(address)
-            self._metrics.connections_refused.labels(cap).inc()
+        if not self._door.enter():
+            self._door.leave()
+            self._metrics.connections_refused.inc()
             accepted.close()  # without TLS nothing can be said
             return
-        task = asyncio.get_running_loop().create_task(self._shake(accepted, address))
+        task = asyncio.get_running_loop().create_task(self._shake(accepted))
         self._handshakes.add(task)
         task.add_done_callback(self._handshakes.discard)
 
-    async def _shake(self, accepted: socket.socket, address: str) -> None:
-        protocol = self._make_protocol(address)
+    async def _shake(self, accepted: socket.socket) -> None:
+        protocol = self._make_protocol()
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: protocol,
@@ -169,4 +168,4 @@ class TlsAcceptor:
             self._metrics.connections_cut.labels("handshake_failed").inc()
         finally:
             if not protocol.began:
-                self._door.leave(address)
+                self._door.leave()

@@ -360,8 +360,8 @@ class RegistrationRequest(msgspec.Struct, frozen=True):
 class PublishRequest(msgspec.Struct, frozen=True):
     """A wish that a name mean an upload. digest: of the upload's files.
 
-    keep: how many versions stay; None = as before. replace: also a name that was no upload. copies:
-    workers that must have it before the answer; 0 = all. most_bytes: of the tenant's kept versions.
+    keep: how many versions stay; None = as before. replace: also a name that was no upload.
+    most_bytes: of the tenant's kept versions.
     """
 
     name: OwnedName
@@ -369,7 +369,6 @@ class PublishRequest(msgspec.Struct, frozen=True):
     keep: int | None
     replace: bool
     by: str
-    copies: int
     most_bytes: int
 
 

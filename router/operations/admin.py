@@ -195,7 +195,7 @@ class AdapterAdmin:
             after = uploaded(wanted, content, request.keep, self.clock(), request.by)
             others = (r for r in self.all() if r.tenant == name.tenant and r.key != name)
             check_kept_bytes(others, after, request.most_bytes)
-            problems = await self.workers.bring(content, None, request.copies)
+            problems = await self.workers.bring(content, None)
             return Published(await self.commit(before, move(after, "admit")), problems)
 
     def _wanted(self, request: RegistrationRequest, before: Registration | None) -> Registration:

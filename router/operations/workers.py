@@ -34,7 +34,6 @@ class AdapterWorkers:
         self._aliases: Aliases = catalog.rules.aliases
         self._bases = bases
         self._timeout_s = timeout_s
-        self._bringing: set[asyncio.Task[str | None]] = set()
 
     @property
     def ready(self) -> bool:
@@ -60,36 +59,19 @@ class AdapterWorkers:
             if report is not None
         }
 
-    async def bring(
-        self, content: Content, token: Secret | None, copies: int = 0
-    ) -> dict[str, str]:
-        """Brings an adapter to the device of every worker. Waits for `copies` of them (0 = all);
-        the others get it afterwards. Returns what is wrong, by the id of the worker.
+    async def bring(self, content: Content, token: Secret | None) -> dict[str, str]:
+        """Brings an adapter to the device of every worker. Returns what is wrong, by the id of the
+        worker.
 
         Raises AdapterError when not one of them has it then.
         """
         tasks = {
-            session.worker_id: asyncio.create_task(self._bring_one(session, content, token))
+            session.worker_id: self._bring_one(session, content, token)
             for session in self._sessions(content.base)
         }
-        self._bringing.update(tasks.values())
-        for task in tasks.values():
-            task.add_done_callback(self._bringing.discard)
-        waiting, done = set(tasks.values()), 0
-        try:
-            while waiting and not (copies and done >= copies):
-                ended, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                done += sum(task.result() is None for task in ended)
-        except asyncio.CancelledError:  # nobody waits for it any more
-            for task in waiting:
-                task.cancel()
-            raise
-        problems = {
-            worker_id: task.result() if task.done() else "it is on its way"
-            for worker_id, task in tasks.items()
-        }
+        problems = dict(zip(tasks, await asyncio.gather(*tasks.values()), strict=True))
         found = {worker_id: problem for worker_id, problem in problems.items() if problem}
-        if not done:
+        if len(found) == len(tasks):
             first = next(iter(found.values()), "no worker is connected")
             raise AdapterError("unavailable", first, (), 2.0)
         return found

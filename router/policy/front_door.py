@@ -1,10 +1,8 @@
-"""Limits of client connections: caps in all and per address, deadlines. Pure."""
+"""Limits of client connections: their number, deadlines. Pure."""
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
-Cap = Literal["total", "address"]
 # Why the router ended a connection.
 Cut = Literal[
     "handshake_failed",
@@ -31,31 +29,18 @@ class HttpDeadlines:
 
 
 class FrontDoor:
-    """Counts the connections of one process. An address is forgotten with its last connection.
+    """Counts the connections of one process."""
 
-    per_address: 0 = no cap, since all come from one address behind a proxy.
-    """
-
-    def __init__(self, most: int, per_address: int) -> None:
+    def __init__(self, most: int) -> None:
         self.open = 0
         self._most = most
-        self._per_address = per_address
-        self._by_address: Counter[str] = Counter()
 
-    def enter(self, address: str) -> Cap | None:
-        """Counts a connection that was opened, and says which cap it is beyond. `leave` follows in
-        any case.
+    def enter(self) -> bool:
+        """Counts a connection that was opened, and says whether it may stay. `leave` follows in any
+        case.
         """
         self.open += 1
-        self._by_address[address] += 1
-        if self.open > self._most:
-            return "total"
-        if self._per_address and self._by_address[address] > self._per_address:
-            return "address"
-        return None
+        return self.open <= self._most
 
-    def leave(self, address: str) -> None:
+    def leave(self) -> None:
         self.open -= 1
-        self._by_address[address] -= 1
-        if self._by_address[address] <= 0:
-            del self._by_address[address]

@@ -20,8 +20,3 @@ class UploadOptions:
         64 << 30, "disk for uploads; what is kept stays, the rest goes by age", min=1, unit="bytes"
     )
     tenant_bytes: int = fixed(64 << 30)
-    wait: int = option(
-        0,
-        "workers that must have an upload before its answer (0 = all); the rest gets it afterwards",
-        min=0,
-    )

@@ -119,7 +119,6 @@ class AdapterRoutes:
             keep=keep,
             replace=replace,
             by=who(request),
-            copies=options.wait,
             most_bytes=options.tenant_bytes if own is None else own,
         )
         # The files become safe on the disk while workers judge and load them.

@@ -84,11 +84,11 @@ class RouterServer(uvicorn.Server):
             service.front_door,
             _deadlines(config),
             service.metrics,
-            lambda address: make(
+            lambda: make(
                 config=self.config,
                 server_state=self.server_state,
                 app_state=self.lifespan.state,
-                address=address,
+                is_inside=True,
             ),
         )
 

@@ -18,7 +18,7 @@ from loraplex.adapters.common.meters import (
 from loraplex.router.call import Cause, VectorUse
 from loraplex.router.names.judged_requests import JudgedRequests
 from loraplex.router.names.rollout_tally import Outcomes
-from loraplex.router.policy.front_door import Cap, Cut
+from loraplex.router.policy.front_door import Cut
 from loraplex.router.policy.placement.placement import Reason
 from loraplex.router.policy.rollout import RolledBackBy
 from loraplex.router.telemetry.top_adapters import TopAdapters
@@ -85,7 +85,7 @@ class RouterMetrics:
         )
         self.connections = meters.counter("connections", "Connections that clients opened")
         self.connections_refused = meters.counter(
-            "connections_refused", "Connections beyond a cap", {"cap": get_args(Cap)}
+            "connections_refused", "Connections beyond the cap"
         )
         self.connections_cut = meters.counter(
             "connections_cut",

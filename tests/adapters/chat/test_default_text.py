@@ -123,14 +123,6 @@ def test_an_answer_goes_on_behind_the_text() -> None:
     assert text.endswith("<user>Rain?<assistant>It is")
 
 
-def test_tools_may_be_refused_or_left_out() -> None:
-    template = ChatTemplate(TURNS, {})
-    with pytest.raises(TemplateFault, match="`tools`: the chat template does not read any"):
-        template.written([ASKED], TemplateOptions(tools=[WEATHER], unread_tools="refuse"))
-    found = template.written([ASKED], TemplateOptions(tools=[WEATHER], unread_tools="omit"))
-    assert (found.text, found.has_default_text) == ("<user>Rain?", False)
-
-
 HINTS: dict[str, Any] = {
     "effort": "high",
     "thinks": True,

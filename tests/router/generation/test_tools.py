@@ -271,15 +271,6 @@ async def test_a_template_that_reads_no_tools(tmp_path: Path) -> None:
         check_held(model)
 
 
-async def test_tools_that_nobody_shows_are_refused_by_option(tmp_path: Path) -> None:
-    async with scripted(tmp_path, template=DEAF, unread_tools="refuse") as model:
-        answer = await model.ask()
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
-        assert "does not read any" in answer.json()["error"]["message"]
-        await is_demanded(model)
-        assert model.prompt == "<user>hi"
-
-
 async def test_calls_of_an_unknown_form(tmp_path: Path) -> None:
     """They are refused, unless a grammar says what a call is."""
     async with scripted(tmp_path, template=MUTE) as model:

@@ -172,7 +172,7 @@ async def test_a_handshake_that_never_ends(tmp_path: Path, hello: bytes | None) 
 
 
 async def test_handshakes_are_capped(tmp_path: Path) -> None:
-    options = {"max_connections": 2, "max_connections_per_address": 2, **TLS}
+    options = {"max_connections": 2, **TLS}
     async with running_router(tmp_path, **options) as router:
         door = router.service.front_door
         async with connected(router, plain=True), connected(router, plain=True):

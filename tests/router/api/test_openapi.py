@@ -176,7 +176,7 @@ def schema_of(document: dict[str, Any], *way: str) -> Draft202012Validator:
 
 
 @cache
-def body_schema(name: str, **limits: int) -> Draft202012Validator:
+def body_schema(name: str, **limits: Any) -> Draft202012Validator:
     """The schema of a body, as a router with these limits describes it."""
     document = openapi_document("1", limits=ApiLimits(**limits))
     return schema_of(document, "components", "schemas", name)
@@ -208,7 +208,7 @@ def body_schema(name: str, **limits: int) -> Draft202012Validator:
     ],
 )
 def test_what_is_described_is_what_is_parsed(body: dict[str, Any], is_good: bool) -> None:
-    limits = {"max_n": 3, "max_stop_sequences": 2}
+    limits: dict[str, Any] = {"max_n": 3, "max_stop_sequences": 2}
     body = {"model": "", "messages": [{"role": "user", "content": "x"}], **body}
     assert body_schema("ChatBody", **limits).is_valid(body) == is_good
     try:
@@ -245,7 +245,7 @@ def test_what_is_described_is_what_is_parsed(body: dict[str, Any], is_good: bool
     ],
 )
 def test_messages_are_described_as_they_are_parsed(body: dict[str, Any], is_good: bool) -> None:
-    limits = {"max_stop_sequences": 2}
+    limits: dict[str, Any] = {"max_stop_sequences": 2}
     said = [{"role": "user", "content": "x"}]
     body = {"model": "", "messages": said, "max_tokens": 1} | body
     assert body_schema("MessagesBody", **limits).is_valid(body) == is_good
@@ -303,7 +303,7 @@ TOO_MUCH: dict[str, list[tuple[str, Any]]] = {
     [(name, *case) for name, cases in TOO_MUCH.items() for case in cases],
 )
 def test_options_bounds_are_checked_and_described(name: str, field: str, value: Any) -> None:
-    limits = {
+    limits: dict[str, Any] = {
         "max_n": 3,
         "max_logprobs": 2,
         "max_stop_sequences": 2,

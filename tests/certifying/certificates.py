@@ -2,6 +2,7 @@
 that acts on each of them. Pure."""
 
 import struct
+from bisect import bisect_left
 from collections.abc import Sequence
 from hashlib import blake2b
 
@@ -88,16 +89,22 @@ def certified_output(
     options: CertifyOptions,
     min_tokens: int = 0,
     adapter_from: int | None = 0,
+    allowed: Sequence[int] = (),
 ) -> list[int]:
     """The right output for a prompt: at most `count` tokens, ending after an end-of-sequence id.
 
-    adapter: digest, or None for the base. adapter_from: as in GenerateRequest.
+    adapter: digest, or None for the base. adapter_from: as in GenerateRequest. allowed: ids that
+    alone may be drawn, beside ends; () = all.
     """
+    drawn = sorted({*allowed, *options.eos_token_ids}) if allowed else []
     mark, adapter = ROOT_MARK, None if adapter_from is None else adapter
     for position, token_id in enumerate(prompt_ids):
         mark = next_mark(mark, token_id, adapter if position >= (adapter_from or 0) else None)
     output: list[int] = []
     while len(output) < count and not (output and output[-1] in options.eos_token_ids):
-        output.append(certified_token(mark, options, len(output) >= min_tokens))
+        token_id = certified_token(mark, options, len(output) >= min_tokens)
+        if drawn:
+            token_id = drawn[bisect_left(drawn, token_id) % len(drawn)]
+        output.append(token_id)
         mark = next_mark(mark, output[-1], adapter)
     return output

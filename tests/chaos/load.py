@@ -5,7 +5,7 @@ import json
 import random
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -25,13 +25,16 @@ Result = Literal["ok", "wrong", "failed", "broken"]
 
 @dataclass
 class Answer:
-    """One request. pauses: (from, to) of a stream's waits, from the question to the last event."""
+    """One request. pauses: (from, to) of a stream's waits, from the question to the last event.
+    tokens: number of right ones.
+    """
 
     name: str
     started: float
     result: Result = "ok"
     detail: str = ""
     ended: float = 0.0
+    tokens: int = 0
     pauses: list[tuple[float, float]] = field(default_factory=list)
 
 
@@ -78,12 +81,20 @@ class Certifier:
         adapter = dice.choice([None, *sorted(self.digests)])
         words = [dice.choice(["river", "stone", "lamp", "cloud", "seed"]) for _ in range(8)]
         prompt = f"{uuid.UUID(int=dice.getrandbits(128))} {' '.join(words)}"
-        count = dice.randint(min_tokens, max_tokens)
+        return self.ordered(dice, adapter, prompt, dice.randint(min_tokens, max_tokens))
+
+    def ordered(self, dice: random.Random, adapter: str | None, prompt: str, count: int) -> Order:
         digest = None if adapter is None else self.digests[adapter]
-        ids = self.tokenizer.encode(prompt).ids
-        expected = certified_output(digest, ids, count, self._options)
         key = f"{dice.getrandbits(128):032x}"
+        expected = self.expected(digest, prompt, count)
         return Order(adapter, prompt, expected, count, key, dice.uniform(0.5, 1.0))
+
+    def expected(
+        self, digest: str | None, prompt: str, count: int, allowed: Sequence[int] = ()
+    ) -> list[int]:
+        """The right tokens. allowed: ids that alone may be drawn, beside ends; () = all."""
+        ids = self.tokenizer.encode(prompt).ids
+        return certified_output(digest, ids, count, self._options, allowed=allowed)
 
     def text(self, ids: list[int]) -> str:
         decoded: str = self.tokenizer.decode(ids, skip_special_tokens=True)
@@ -150,9 +161,12 @@ class Clients:
             order = self._certifier.order(self._dice, min_tokens, max_tokens)
             kind = self._dice.choice(self._kinds)
             answer = await self._ask(order, kind)
-            self.answers.append(answer)
+            self._note(answer)
             if answer.result == "broken":
-                self.answers.append(await self._ask_again(order, kind))
+                self._note(await self._ask_again(order, kind))
+
+    def _note(self, answer: Answer) -> None:
+        self.answers.append(answer)
 
     async def _ask_again(self, order: Order, kind: Kind) -> Answer:
         """With the same key, until what the dead router claimed for it is free again."""
@@ -192,12 +206,14 @@ class Clients:
         async for event in self._events(f"{url}/generate_stream", lorax(order), order, answer):
             ids.append(event["token"]["id"])
         check(ids, order.expected)
+        answer.tokens = len(ids)
 
     async def _whole_ids(self, url: str, order: Order, answer: Answer) -> None:
         body = lorax(order)
         body["parameters"]["details"] = True
         found = await self._whole(f"{url}/generate", body, order)
         check([token["id"] for token in found["details"]["tokens"]], order.expected)
+        answer.tokens = len(order.expected)
 
     async def _stream_text(self, url: str, order: Order, answer: Answer) -> None:
         body = openai(order) | {"stream": True}
@@ -205,6 +221,7 @@ class Clients:
         async for event in self._events(f"{url}/v1/completions", body, order, answer):
             text += event["choices"][0]["text"]
         check(text, self._certifier.text(order.expected))
+        answer.tokens = len(order.expected)
 
     async def _whole_text(self, url: str, order: Order, answer: Answer) -> None:
         """Up to a stop string out of the middle of the right answer."""
@@ -214,6 +231,7 @@ class Clients:
         body = openai(order) | ({"stop": [stop]} if stop else {})
         found = await self._whole(f"{url}/v1/completions", body, order)
         check(found["choices"][0]["text"], text[: text.find(stop)] if stop else text)
+        answer.tokens = found["usage"]["completion_tokens"]
 
     async def _whole(self, url: str, body: dict[str, Any], order: Order) -> Any:
         response = await self._http.post(url, json=body, headers=keyed(order))

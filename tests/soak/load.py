@@ -1,0 +1,238 @@
+"""Clients of a soak: the ways of `tests.chaos.load`, and those that a long run adds to them."""
+
+import asyncio
+import json
+import random
+import re
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from loraplex.adapters.uploads.archive import adapter_files
+from loraplex.launcher.demo import adapter_paths
+from tests.chaos.load import (
+    DIGEST_HEADER,
+    Answer,
+    Certifier,
+    Clients,
+    Failed,
+    Order,
+    Wrong,
+    check,
+    keyed,
+    openai,
+)
+from tests.chaos.processes import Process, Served
+
+REPEATED, REMEMBERED = 0.3, 64
+PATTERN = "[a-z]{3,9}( [a-z]{3,9}){2,4}"
+PUSHED, KEPT, ASKED_VERSIONS = "pushed", 32, 3
+ROLLED, ROLLED_FROM, ROLLED_TO = "rolled", "pirate", "sql"
+BATCH_LINES = 40
+PATIENCE_S = 240.0
+POLL_S = 0.2
+DETAIL = 400
+
+
+@dataclass
+class Tally:
+    """Sums of answers. problems: of the first wrong and failed ones."""
+
+    tokens: int = 0
+    events: int = 0
+    results: Counter[str] = field(default_factory=Counter)
+    kinds: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+
+    def add(self, answer: Answer) -> None:
+        self.tokens += answer.tokens
+        self.events += len(answer.pauses)
+        self.results[answer.result] += 1
+        self.kinds[answer.name.split(" ", 1)[0]] += 1
+        if answer.result in ("wrong", "failed") and len(self.problems) < 50:
+            self.problems.append(f"{answer.name}: {answer.detail[:DETAIL]}")
+
+
+class SoakCertifier(Certifier):
+    """Some orders repeat a prompt, so that pages are reused and drafts are suggested."""
+
+    def __init__(self, served: Served) -> None:
+        super().__init__(served)
+        self._asked: deque[tuple[str | None, str]] = deque(maxlen=REMEMBERED)
+
+    def order(self, dice: random.Random, min_tokens: int, max_tokens: int) -> Order:
+        if self._asked and dice.random() < REPEATED:
+            adapter, prompt = dice.choice(self._asked)
+            if adapter is None or adapter in self.digests:
+                count = dice.randint(min_tokens, max_tokens)
+                return self.ordered(dice, adapter, prompt, count)
+        order = super().order(dice, min_tokens, max_tokens)
+        self._asked.append((order.adapter, order.prompt))
+        return order
+
+    def took(self, version: int, digest: str) -> None:
+        """A version was pushed; the last few of them are asked for."""
+        self.digests[f"{PUSHED}@{version}"] = digest
+        self.digests.pop(f"{PUSHED}@{version - ASKED_VERSIONS}", None)
+
+
+class SoakClients(Clients):
+    """Beside streams and answers of every kind: pushes, rollouts and batches, one after the other.
+
+    tally: in place of `answers`, which would not fit.
+    """
+
+    def __init__(self, routers: list[Process], certifier: SoakCertifier, seed: int) -> None:
+        super().__init__(routers, certifier, seed)
+        self.tally = Tally()
+        self._soaked = certifier
+        self._kinds += [self._whole_allowed, self._whole_shaped, self._whole_rolled]
+        self._pushes = 0
+
+    def _note(self, answer: Answer) -> None:
+        self.tally.add(answer)
+
+    async def register(self, name: str, reference: str) -> None:
+        """Returns when all routers know the name, while nothing is wrong."""
+        assert await self._call("POST", "/v1/adapters", json={"name": name, "ref": reference})
+        async with asyncio.timeout(PATIENCE_S):
+            for router in self._routers:
+                while (await self._http.get(f"{router.url}/v1/adapters/{name}")).status_code != 200:
+                    await asyncio.sleep(POLL_S)
+
+    async def run(self, count: int, min_tokens: int, max_tokens: int) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(super().run(count, min_tokens, max_tokens))
+            for job in (self._push, self._roll_out, self._batch):
+                tasks.create_task(self._repeat(job))
+
+    async def _repeat(self, job: Any) -> None:
+        while not self._stopping:
+            await job()
+            await asyncio.sleep(self._dice.uniform(1.0, 3.0))
+
+    # Further ways to ask
+
+    async def _whole_allowed(self, url: str, order: Order, answer: Answer) -> None:
+        """A few ids alone may be drawn."""
+        allowed = sorted(random.Random(order.key).sample(range(5, 2000), 20))
+        found = await self._whole(
+            f"{url}/v1/completions", openai(order) | {"allowed_token_ids": allowed}, order
+        )
+        digest = None if order.adapter is None else self._certifier.digests.get(order.adapter)
+        expected = self._certifier.expected(digest, order.prompt, order.max_tokens, allowed)
+        check(found["choices"][0]["text"], self._certifier.text(expected))
+        answer.tokens = len(expected)
+
+    async def _whole_shaped(self, url: str, order: Order, answer: Answer) -> None:
+        """Text of a pattern. Both choices are the same, since masks and tokens are."""
+        body = openai(order) | {"structured_outputs": {"regex": PATTERN}, "n": 2, "max_tokens": 200}
+        found = await self._whole(f"{url}/v1/completions", body, order)
+        one, other = (choice["text"] for choice in found["choices"])
+        check(one, other)
+        if not re.fullmatch(PATTERN, one):
+            raise Wrong(f"{one!r} does not match")
+        answer.tokens = found["usage"]["completion_tokens"]
+
+    async def _whole_rolled(self, url: str, order: Order, answer: Answer) -> None:
+        """The head says which version answered; each token is that version's."""
+        body = openai(order) | {"model": ROLLED}
+        response = await self._http.post(f"{url}/v1/completions", json=body, headers=keyed(order))
+        if response.status_code != 200:
+            raise Failed(f"{response.status_code}: {response.text[:300]}")
+        digest = response.headers[DIGEST_HEADER]
+        digests = self._certifier.digests
+        if digest not in (digests[ROLLED_FROM], digests[ROLLED_TO]):
+            raise Wrong(f"digest {digest} is no version's")
+        expected = self._certifier.expected(digest, order.prompt, order.max_tokens)
+        check(response.json()["choices"][0]["text"], self._certifier.text(expected))
+        answer.tokens = len(expected)
+
+    # Jobs of operators
+
+    async def _call(self, method: str, path: str, **given: Any) -> httpx.Response | None:
+        """At a router that accepts connections; None where that router went away, or refuses for a
+        while."""
+        router = self._dice.choice(self._routers)
+        try:
+            response = await self._http.request(method, f"{router.url}{path}", **given)
+        except (httpx.HTTPError, OSError):
+            return None
+        if response.status_code in (409, 429, 503):
+            return None
+        if response.status_code >= 400:
+            raise AssertionError(f"{method} {path}: {response.status_code} {response.text[:300]}")
+        return response
+
+    async def _push(self) -> None:
+        self._pushes += 1
+        path = f"/v1/adapters/{PUSHED}?keep={KEPT}"
+        answer = await self._call("PUT", path, files=_version(self._pushes))
+        if answer is not None:
+            told = answer.json()
+            self._soaked.took(told["version"], told["adapter"]["digest"])
+
+    async def _roll_out(self) -> None:
+        """One version beside the other, with a share that the dice choose; 0 ends the rollout."""
+        weight = self._dice.choice([0, 20, 50, 80])
+        path = f"/v1/adapters/{ROLLED}/rollout"
+        versions = [{"reference": f"local:{ROLLED_TO}", "weight": weight}]
+        if weight:
+            await self._call("POST", path, json={"versions": versions, "guards": None})
+        else:
+            await self._call("DELETE", path)
+
+    async def _batch(self) -> None:
+        """Each line is answered once, with its own tokens."""
+        orders = [self._certifier.order(self._dice, 5, 60) for _ in range(BATCH_LINES)]
+        lines = [_line(number, order) for number, order in enumerate(orders)]
+        form = {"files": {"file": ("lines.jsonl", "\n".join(lines))}, "data": {"purpose": "batch"}}
+        file = await self._call("POST", "/v1/files", **form)
+        if file is None:
+            return
+        asked = {"endpoint": "/v1/completions", "completion_window": "24h"}
+        asked["input_file_id"] = file.json()["id"]
+        batch = await self._call("POST", "/v1/batches", json=asked)
+        if batch is not None:
+            await self._check_batch(await self._ended(batch.json()["id"]), orders)
+
+    async def _ended(self, batch_id: str) -> dict[str, Any]:
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                shown = await self._call("GET", f"/v1/batches/{batch_id}")
+                batch: dict[str, Any] = shown.json() if shown is not None else {"status": ""}
+                if batch["status"] in ("completed", "failed", "expired"):
+                    return batch
+                await asyncio.sleep(POLL_S)
+
+    async def _check_batch(self, batch: dict[str, Any], orders: list[Order]) -> None:
+        found = dict[int, str]()
+        if batch["status"] == "completed" and batch["output_file_id"]:
+            content = None
+            while content is None:
+                content = await self._call("GET", f"/v1/files/{batch['output_file_id']}/content")
+            for line in map(json.loads, content.text.splitlines()):
+                text = line["response"]["body"]["choices"][0]["text"]
+                found[int(line["custom_id"])] = text
+        for number, order in enumerate(orders):
+            answer = Answer("batch_line", 0.0, tokens=len(order.expected))
+            if found.get(number) != self._certifier.text(order.expected):
+                answer.tokens, answer.detail = 0, f"{batch['status']}: {found.get(number)!r}"
+                answer.result = "wrong" if number in found else "failed"
+            self._note(answer)
+
+
+def _version(number: int) -> dict[str, tuple[str, bytes]]:
+    """Files of a version: one adapter with a scale that no other version has."""
+    files = {path.name: path.read_bytes() for path in adapter_files(adapter_paths()["polite"])}
+    config = json.loads(files["adapter_config.json"])
+    config["lora_alpha"] = config["lora_alpha"] + number / 1000
+    files["adapter_config.json"] = json.dumps(config).encode()
+    return {name: (name, content) for name, content in files.items()}
+
+
+def _line(number: int, order: Order) -> str:
+    line = {"custom_id": str(number), "method": "POST", "url": "/v1/completions"}
+    return json.dumps({**line, "body": openai(order)})

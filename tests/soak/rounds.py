@@ -1,0 +1,129 @@
+"""One round of a soak: a fleet with everything on, under load and faults, until enough tokens came."""
+
+import asyncio
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean
+
+import psutil
+
+from loraplex.launcher.demo import adapter_paths, model_path
+from tests.certifying.factory import certify
+from tests.chaos.faults import Faults
+from tests.chaos.processes import Fleet, Served, Shape
+from tests.router.shared.redis_server import RedisServer, running_redis
+from tests.soak.load import ROLLED, ROLLED_FROM, SoakCertifier, SoakClients, Tally
+
+# In the first half of a round processes die; in the second one they live, and are weighed.
+DEADLY = ("worker killed", "engine killed", "router killed", "engine frozen", "rolling restart")
+GENTLE = ("router and worker parted", "parted one way", "network slow", "redis frozen", "redis slow")
+LONGEST_S = 2.0
+WORKER_OPTIONS = ("--max-draft", "8")
+MIN_TOKENS, MAX_TOKENS = 10, 600
+# A process is flat if its last weight is at most this much above the one before.
+GROWTH_BYTES, GROWTH_SHARE = 8 << 20, 0.05
+
+
+@dataclass(frozen=True)
+class Round:
+    """The part of a run that is asked for. tokens: how many certified ones end the round."""
+
+    seed: int
+    tokens: int
+    clients: int
+    workers: int = 2
+    calm_s: float = 2.0
+
+
+@dataclass
+class Weights:
+    """Bytes of each process that it shares with none, by name, in the order of their taking."""
+
+    taken: dict[str, list[int]] = field(default_factory=dict)
+
+    def take(self, fleet: Fleet) -> None:
+        for process in fleet.processes:
+            family = [psutil.Process(process.pid)]
+            family += family[0].children(recursive=True)
+            for number, one in enumerate(sorted(family, key=lambda p: p.create_time())):
+                held = self.taken.setdefault(f"{process.name}/{number}", [])
+                held.append(one.memory_full_info().uss)
+
+    def halves(self) -> dict[str, tuple[int, int]]:
+        """The mean of the first half of the weights, and of the second one."""
+        cut = {name: (held[: len(held) // 2], held[len(held) // 2 :]) for name, held in self.found}
+        return {name: (round(mean(a)), round(mean(b))) for name, (a, b) in cut.items()}
+
+    @property
+    def found(self) -> list[tuple[str, list[int]]]:
+        return [(name, held) for name, held in self.taken.items() if len(held) > 1]
+
+
+def growing(halves: dict[str, tuple[int, int]]) -> list[str]:
+    """Names of processes that are not flat."""
+    return [
+        f"{name} grew from {before >> 20} to {after >> 20} MiB"
+        for name, (before, after) in halves.items()
+        if after - before > max(GROWTH_BYTES, before * GROWTH_SHARE)
+    ]
+
+
+class SoakFleet(Fleet):
+    """Routers with uploads, files and batches, which all of them share, and a name to roll out."""
+
+    def __init__(self, folder: Path, asked: Round, redis: RedisServer) -> None:
+        paths = adapter_paths()
+        roots = next(iter(paths.values())).parent
+        executor = ("--executor", certify(eos_percent=1, check_bytes=True))
+        served = Served(model_path(), roots, tuple(paths), (*executor, *WORKER_OPTIONS))
+        shape = Shape(workers=asked.workers, served=served)
+        super().__init__(
+            *(folder, shape, redis),
+            *("--upload-store", str(folder / "uploads"), "--files-dir", str(folder / "files")),
+        )
+        self.served = served
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a round. weights: mean bytes of each process in the third and last quarter."""
+
+    seconds: float
+    tally: Tally
+    faults: Counter[str]
+    weights: dict[str, tuple[int, int]]
+
+    def problems(self) -> list[str]:
+        return [*self.tally.problems, *growing(self.weights)]
+
+
+async def run(asked: Round, folder: Path) -> Outcome:
+    """Raises what a process or a check of the fleet itself raised."""
+    began, dice = time.monotonic(), random.Random(asked.seed)
+    async with running_redis() as redis:
+        fleet = SoakFleet(folder, asked, redis)
+        clients = SoakClients(fleet.routers, SoakCertifier(fleet.served), asked.seed)
+        try:
+            await fleet.start_all()
+            await clients.learn()
+            await clients.register(ROLLED, f"local:{ROLLED_FROM}")
+            load = asyncio.create_task(clients.run(asked.clients, MIN_TOKENS, MAX_TOKENS))
+            faults = Faults(fleet, dice, LONGEST_S)
+            done, weights = Counter[str](), Weights()
+            for kinds, until in ((DEADLY, asked.tokens // 2), (GENTLE, asked.tokens)):
+                while clients.tally.tokens < until and not load.done():
+                    fault = dice.choice(kinds)
+                    await faults.do(fault)
+                    done[fault] += 1
+                    await asyncio.sleep(dice.uniform(0.0, asked.calm_s))
+                    if kinds is GENTLE:
+                        weights.take(fleet)
+            clients.stop()
+            await load
+        finally:
+            await clients.close()
+            await fleet.close()
+    return Outcome(time.monotonic() - began, clients.tally, done, weights.halves())

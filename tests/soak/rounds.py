@@ -5,6 +5,7 @@ import random
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 
@@ -19,11 +20,18 @@ from tests.soak.load import ROLLED, ROLLED_FROM, SoakCertifier, SoakClients, Tal
 
 # In the first half of a round processes die; in the second one they live, and are weighed.
 DEADLY = ("worker killed", "engine killed", "router killed", "engine frozen", "rolling restart")
-GENTLE = ("router and worker parted", "parted one way", "network slow", "redis frozen", "redis slow")
+GENTLE = (
+    "router and worker parted",
+    "parted one way",
+    "network slow",
+    "redis frozen",
+    "redis slow",
+)
 LONGEST_S = 2.0
 WORKER_OPTIONS = ("--max-draft", "8")
 MIN_TOKENS, MAX_TOKENS = 10, 600
-# A process is flat if its last weight is at most this much above the one before.
+# A process is flat if its weight in the last part is at most this much above that in the part before.
+PARTS = 4
 GROWTH_BYTES, GROWTH_SHARE = 8 << 20, 0.05
 
 
@@ -52,22 +60,22 @@ class Weights:
                 held = self.taken.setdefault(f"{process.name}/{number}", [])
                 held.append(one.memory_full_info().uss)
 
-    def halves(self) -> dict[str, tuple[int, int]]:
-        """The mean of the first half of the weights, and of the second one."""
-        cut = {name: (held[: len(held) // 2], held[len(held) // 2 :]) for name, held in self.found}
-        return {name: (round(mean(a)), round(mean(b))) for name, (a, b) in cut.items()}
+    def means(self) -> dict[str, list[int]]:
+        """The mean of each of `PARTS` parts of a process's weights, in the order of their taking."""
+        found = {}
+        for name, held in self.taken.items():
+            cuts = [len(held) * part // PARTS for part in range(PARTS + 1)]
+            if len(held) >= PARTS:
+                found[name] = [round(mean(held[a:b])) for a, b in pairwise(cuts)]
+        return found
 
-    @property
-    def found(self) -> list[tuple[str, list[int]]]:
-        return [(name, held) for name, held in self.taken.items() if len(held) > 1]
 
-
-def growing(halves: dict[str, tuple[int, int]]) -> list[str]:
-    """Names of processes that are not flat."""
+def growing(means: dict[str, list[int]]) -> list[str]:
+    """Names of processes that are not flat: the last mean lies above the one before."""
     return [
-        f"{name} grew from {before >> 20} to {after >> 20} MiB"
-        for name, (before, after) in halves.items()
-        if after - before > max(GROWTH_BYTES, before * GROWTH_SHARE)
+        f"{name} grew: {', '.join(str(mean >> 20) for mean in held)} MiB"
+        for name, held in means.items()
+        if held[-1] - held[-2] > max(GROWTH_BYTES, held[-2] * GROWTH_SHARE)
     ]
 
 
@@ -89,12 +97,12 @@ class SoakFleet(Fleet):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a round. weights: mean bytes of each process in the third and last quarter."""
+    """The result of a round. weights: mean bytes of each process, by parts of the second half."""
 
     seconds: float
     tally: Tally
     faults: Counter[str]
-    weights: dict[str, tuple[int, int]]
+    weights: dict[str, list[int]]
 
     def problems(self) -> list[str]:
         return [*self.tally.problems, *growing(self.weights)]
@@ -126,4 +134,4 @@ async def run(asked: Round, folder: Path) -> Outcome:
         finally:
             await clients.close()
             await fleet.close()
-    return Outcome(time.monotonic() - began, clients.tally, done, weights.halves())
+    return Outcome(time.monotonic() - began, clients.tally, done, weights.means())

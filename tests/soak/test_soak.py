@@ -1,0 +1,28 @@
+"""A short soak, and the judgement of weights."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.soak.rounds import Round, growing, run
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "grows"),
+    [(60, 60, False), (60, 67, False), (60, 69, True), (1000, 1040, False), (1000, 1060, True)],
+)
+def test_a_process_that_grows_is_named(before: int, after: int, grows: bool) -> None:
+    found = growing({"router-0/0": [MIB, before * MIB, after * MIB]})
+    assert bool(found) is grows
+    assert all("router-0/0" in line for line in found)
+
+
+@pytest.mark.exhaustive
+async def test_everything_at_once_gives_no_wrong_token(tmp_path: Path) -> None:
+    outcome = await run(Round(seed=7, tokens=30_000, clients=16), tmp_path)
+    assert not outcome.problems()
+    assert {"batch_line", "whole_rolled", "whole_shaped"} <= outcome.tally.kinds.keys()
+    assert outcome.tally.tokens >= 30_000
+    assert outcome.weights

@@ -7,7 +7,7 @@ TRAINERS := .venv-trainers
 NPM_CLIENTS := .venv-npm
 PIP_FLAGS := --quiet --disable-pip-version-check
 
-.PHONY: run test test-all lint unit exhaustive changed chaos setup setup-dev programs vocabularies wheels clean
+.PHONY: run test test-all lint unit exhaustive changed chaos soak setup setup-dev programs vocabularies wheels clean
 
 run: setup
 	$(BIN)/loraplex serve $(ARGS)
@@ -39,6 +39,10 @@ changed: setup-dev $(CLIENTS)/.ready $(TRAINERS)/.ready $(NPM_CLIENTS)/.ready pr
 # Hundreds of faults under load; ARGS as in `python -m tests.chaos --help`.
 chaos: setup-dev programs
 	$(BIN)/python -m tests.chaos --long $(ARGS)
+
+# Millions of certified tokens with everything on; ARGS as in `python -m tests.soak --help`.
+soak: setup-dev programs
+	$(BIN)/python -m tests.soak $(ARGS)
 
 setup: $(VENV)/.serve
 setup-dev: $(VENV)/.dev

@@ -99,8 +99,11 @@ class SoakClients(Clients):
         assert await self._call("POST", "/v1/adapters", json={"name": name, "ref": reference})
         async with asyncio.timeout(PATIENCE_S):
             for router in self._routers:
-                while (await self._http.get(f"{router.url}/v1/adapters/{name}")).status_code != 200:
-                    await asyncio.sleep(POLL_S)
+                await self._until_known(f"{router.url}/v1/adapters/{name}")
+
+    async def _until_known(self, url: str) -> None:
+        while (await self._http.get(url)).status_code != 200:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(POLL_S)
 
     async def run(self, count: int, min_tokens: int, max_tokens: int) -> None:
         async with asyncio.TaskGroup() as tasks:

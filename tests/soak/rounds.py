@@ -1,4 +1,4 @@
-"""One round of a soak: a fleet with everything on, under load and faults, until enough tokens came."""
+"""One round of a soak: a fleet with everything on, under load and faults."""
 
 import asyncio
 import random
@@ -30,7 +30,7 @@ GENTLE = (
 LONGEST_S = 2.0
 WORKER_OPTIONS = ("--max-draft", "8")
 MIN_TOKENS, MAX_TOKENS = 10, 600
-# A process is flat if its weight in the last part is at most this much above that in the part before.
+# A process is flat if its last part weighs at most this much more than the part before.
 PARTS = 4
 GROWTH_BYTES, GROWTH_SHARE = 8 << 20, 0.05
 
@@ -61,7 +61,7 @@ class Weights:
                 held.append(one.memory_full_info().uss)
 
     def means(self) -> dict[str, list[int]]:
-        """The mean of each of `PARTS` parts of a process's weights, in the order of their taking."""
+        """The mean weight of each process in each of `PARTS` parts of the time."""
         found = {}
         for name, held in self.taken.items():
             cuts = [len(held) * part // PARTS for part in range(PARTS + 1)]

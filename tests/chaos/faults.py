@@ -76,10 +76,12 @@ class Faults:
         await self._fleet.until_orphans_are_gone()
         self._orphans_s = time.monotonic() - at
         self._fleet.start(router)
+        await self._fleet.until_up(router)
 
     async def _kill(self, process: Process) -> None:
         await self._end(process)
         self._fleet.start(process)
+        await self._fleet.until_up(process)
 
     async def _end(self, process: Process) -> float:
         """When it was killed, on the monotonic clock."""
@@ -159,6 +161,7 @@ class Faults:
             code = await process.exited()
             assert code == 0, f"{process.name} left with {code}: {process.log[-2000:]}"
             self._fleet.start(process)
+            await self._fleet.until_up(process)
             await self._fleet.until_whole()
 
     async def _kill_redis(self) -> None:

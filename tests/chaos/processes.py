@@ -203,6 +203,15 @@ class Fleet:
         ready: int = answer.json()["workers_ready"] if answer.status_code == 200 else -1
         return ready
 
+    async def until_up(self, process: Process) -> None:
+        """Waits until a process that was started answers; routers may not know of its death yet."""
+        async with asyncio.timeout(READY_TIMEOUT_S):
+            while True:
+                with contextlib.suppress(httpx.TransportError):
+                    if (await self._http.get(f"{process.url}/health/ready")).status_code == 200:
+                        return
+                await asyncio.sleep(POLL_S)
+
     async def until_orphans_are_gone(self) -> None:
         """Every worker has seen that a router is gone, and has freed all that it ran for it."""
 

@@ -12,9 +12,10 @@ from statistics import mean
 import psutil
 
 from loraplex.launcher.demo import adapter_paths, model_path
+from loraplex.server.engine.drafts.source import DraftSource
 from tests.certifying.factory import certify
 from tests.chaos.faults import Faults
-from tests.chaos.processes import Fleet, Served, Shape
+from tests.chaos.processes import Fleet, Served, Shape, engine_of
 from tests.router.shared.redis_server import RedisServer, running_redis
 from tests.soak.load import ROLLED, ROLLED_FROM, SoakCertifier, SoakClients, Tally
 
@@ -54,11 +55,13 @@ class Weights:
 
     def take(self, fleet: Fleet) -> None:
         for process in fleet.processes:
-            family = [psutil.Process(process.pid)]
-            family += family[0].children(recursive=True)
-            for number, one in enumerate(sorted(family, key=lambda p: p.create_time())):
-                held = self.taken.setdefault(f"{process.name}/{number}", [])
-                held.append(one.memory_full_info().uss)
+            parent, engine = psutil.Process(process.pid), engine_of(process)
+            self._add(process.name, parent)
+            if engine is not None:
+                self._add(f"{process.name}'s engine", psutil.Process(engine))
+
+    def _add(self, name: str, process: psutil.Process) -> None:
+        self.taken.setdefault(name, []).append(process.memory_full_info().uss)
 
     def means(self) -> dict[str, list[int]]:
         """The mean weight of each process in each of `PARTS` parts of the time."""
@@ -70,12 +73,15 @@ class Weights:
         return found
 
 
-def growing(means: dict[str, list[int]]) -> list[str]:
-    """Names of processes that are not flat: the last mean lies above the one before."""
+def growing(means: dict[str, list[int]], tokens: int) -> list[str]:
+    """Names of processes that are not flat. tokens: of a part, which engines keep for drafts up to
+    a bound of theirs.
+    """
+    kept = {name: tokens * DraftSource.TOKEN_BYTES for name in means if "engine" in name}
     return [
         f"{name} grew: {', '.join(str(mean >> 20) for mean in held)} MiB"
         for name, held in means.items()
-        if held[-1] - held[-2] > max(GROWTH_BYTES, held[-2] * GROWTH_SHARE)
+        if held[-1] - held[-2] > max(GROWTH_BYTES, held[-2] * GROWTH_SHARE) + kept.get(name, 0)
     ]
 
 
@@ -105,7 +111,7 @@ class Outcome:
     weights: dict[str, list[int]]
 
     def problems(self) -> list[str]:
-        return [*self.tally.problems, *growing(self.weights)]
+        return [*self.tally.problems, *growing(self.weights, self.tally.tokens // 2 // PARTS)]
 
 
 async def run(asked: Round, folder: Path) -> Outcome:

@@ -14,9 +14,15 @@ MIB = 1 << 20
     [(60, 60, False), (60, 67, False), (60, 69, True), (1000, 1040, False), (1000, 1060, True)],
 )
 def test_a_process_that_grows_is_named(before: int, after: int, grows: bool) -> None:
-    found = growing({"router-0/0": [MIB, before * MIB, after * MIB]})
+    found = growing({"router-0": [MIB, before * MIB, after * MIB]}, 10**6)
     assert bool(found) is grows
-    assert all("router-0/0" in line for line in found)
+    assert all("router-0" in line for line in found)
+
+
+def test_engines_may_keep_tokens_for_drafts() -> None:
+    means = {"worker-0's engine": [MIB, 60 * MIB, 80 * MIB]}
+    assert not growing(means, 10**6)
+    assert growing(means, 10**4)
 
 
 @pytest.mark.exhaustive

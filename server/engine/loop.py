@@ -163,8 +163,8 @@ class EngineLoop(Generic[T]):
                 scheduler.slab_missing(digest, text)
             case EncodePicture():
                 scheduler.picture_came(message)
-            case PictureFailed(picture, text):
-                scheduler.picture_missing(picture, text)
+            case PictureFailed(picture, text, error):
+                scheduler.picture_missing(picture, text, error)
             case Shutdown():
                 self._leaving = True
             case _:

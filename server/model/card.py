@@ -11,8 +11,11 @@ from loraplex.server.model.checkpoint.checkpoint import (
     read_config,
     read_optional_json,
 )
+from loraplex.server.model.checkpoint.processor_files import FILES as PROCESSOR_FILES
+from loraplex.server.model.checkpoint.processor_files import TowerForm, read_vision_card
 from loraplex.server.model.checkpoint.sentence_files import read_sentence_files
 from loraplex.server.model.spec.model_spec import ModelSpec
+from loraplex.server.model.spec.picture_spec import PictureSpec
 from loraplex.server.model.spec.vector_forms import (
     NO_WISHES,
     SentenceFiles,
@@ -27,7 +30,7 @@ from loraplex.server.model.tokenizer.base_templates import (
     usable_templates,
 )
 from loraplex.server.model.tokenizer.base_tokenizer import read_tokenizer
-from loraplex.server.protocol import ModelCard
+from loraplex.server.protocol import ModelCard, VisionCard
 
 
 def model_card(
@@ -54,6 +57,8 @@ def model_card(
     context = min(max_context or config.max_context, config.max_context)
     sentence = _sentence_files(folder)
     vectors = vector_form(config, context, sentence, wishes)
+    remarks = [f"{GENERATION_FILE}: {remark}" for remark in advice.remarks]
+    vision = None if config.pictures is None else _vision(folder, config.pictures, remarks)
     return ModelCard(
         base_digest=base_digest(folder),
         names=names,
@@ -71,7 +76,7 @@ def model_card(
         suppressed_token_ids=advice.suppressed,
         named_templates={n: text for n, text in templates.items() if n != DEFAULT_TEMPLATE},
         message_forms={name: template.form for name, template in usable.items()},
-        remarks=tuple(f"{GENERATION_FILE}: {remark}" for remark in advice.remarks),
+        remarks=tuple(remarks),
         writes=config.writes,
         vectors=vectors,
         classes=config.classes,
@@ -79,7 +84,18 @@ def model_card(
         score_pooling=config.scores[0].pooling,
         token_types=config.embedding.num_types,
         pairs=pair_form(config, names, sentence, wishes.pairs, tokenizer.token_to_id),
+        vision=vision,
     )
+
+
+def _vision(folder: Path, pictures: PictureSpec, remarks: list[str]) -> VisionCard | None:
+    """The way of pictures to the model; None where its files do not say it, with a remark."""
+    tower = TowerForm(pictures.columns, pictures.merger.side, pictures.token_id)
+    try:
+        return read_vision_card(folder, tower)
+    except ValueError as error:
+        remarks.append(f"{PROCESSOR_FILES[1]}: {error}; images are refused")
+        return None
 
 
 def _sentence_files(folder: Path) -> SentenceFiles | None:

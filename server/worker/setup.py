@@ -164,6 +164,8 @@ def _prepare(config: WorkerConfig, device: ChosenDevice, model: ModelFolder) -> 
     root = _root(config, model)
     listed = tuple(dict.fromkeys([*config.model_names, root]))
     card = msgspec.structs.replace(card, listed=listed, root=root)
+    if not config.picture_memory:
+        card = msgspec.structs.replace(card, vision=None)
     for remark in card.remarks:
         log.warning("%s", remark)
     if quantised is not None:

@@ -175,8 +175,10 @@ class Scheduler:
     def picture_came(self, message: EncodePicture) -> None:
         self._fail_pictures(self.pictures.came(message))
 
-    def picture_missing(self, picture: str, message: str) -> None:
-        self._fail_pictures(self.pictures.missing(picture, message))
+    def picture_missing(
+        self, picture: str, message: str, code: ErrorCode = "invalid_image"
+    ) -> None:
+        self._fail_pictures(self.pictures.missing(picture, message), code)
 
     def picture_news(self, news: PictureIn) -> None:
         self._fail_pictures(self.pictures.is_in(news))

@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from loraplex.server.model.card import model_card
 from loraplex.server.model.checkpoint.processor_files import TowerForm, read_vision_card
+from loraplex.server.protocol import ModelCard
+from tests.e2e.picture_model import IMAGE, SIZE, save_all
 
 TOWER = TowerForm(1176, 2, 7)
 KIND = {"image_processor_type": "Qwen2VLImageProcessor"}
@@ -74,3 +77,20 @@ def test_a_model_without_the_file_has_no_card(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="missing"):
         read_vision_card(tmp_path, TOWER)
+
+
+def card_of(folder: Path) -> ModelCard:
+    return model_card(folder, names=("m",), dtype="float32", device="cpu", max_lora_rank=8)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_card_says_how_pictures_are_read_or_why_not(tmp_path: Path) -> None:
+    save_all(tmp_path)
+    card = card_of(tmp_path / "base")
+    assert card.vision is not None
+    assert (card.vision.token_id, card.vision.max_pixels) == (IMAGE, SIZE["longest_edge"])
+    assert not card.remarks
+    (tmp_path / "base" / "preprocessor_config.json").unlink()
+    blind = card_of(tmp_path / "base")
+    assert blind.vision is None
+    assert blind.remarks == ("preprocessor_config.json: the file is missing; images are refused",)

@@ -1,0 +1,205 @@
+"""Images by HTTP: answers about them are transformers' and PEFT's, token by token, by every API.
+They go on elsewhere when a worker dies."""
+
+import json
+import subprocess
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+from huggingface_hub import InferenceClient
+
+from tests.e2e.picture_model import ADAPTERS, IMAGE, VIDEO, Oracle, data_url, save_all
+from tests.e2e.serving import ROOT, Serving, start_serving
+from tests.server.pictures.files import written
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+TIMEOUT_S, MOST = 240, 12
+CLIENTS_PYTHON = ROOT / ".venv-clients/bin/python"
+# transformers takes no placeholder that was drawn.
+GREEDY: dict[str, Any] = {"temperature": 0, "logit_bias": {str(IMAGE): -100, str(VIDEO): -100}}
+FILES = {
+    "square": written("PNG", "RGB", 70, 61, 1),
+    "wide": written("JPEG", "RGB", 200, 33, 2),
+    "turned": written("JPEG", "RGB", 90, 120, 3, 6),
+    "clear": written("WEBP", "RGBA", 64, 100, 4),
+    "grey": written("GIF", "L", 300, 280, 5),
+}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Serving, Oracle]]:
+    folder = tmp_path_factory.mktemp("pictured")
+    save_all(folder)
+    serving = start_serving(
+        *(str(folder / "base"), "--device", "cpu", "--dtype", "float32", "--workers", "2"),
+        *("--adapter-root", str(folder), "--cache-dir", str(folder / "cache")),
+        *(part for name in ADAPTERS for part in ("--adapter", f"{name}=local:{folder / name}")),
+        *("--max-body-bytes", str(32 << 20)),
+        log=folder / "log",
+    )
+    yield serving, Oracle(folder)
+    serving.process.terminate()
+    assert serving.process.wait(timeout=TIMEOUT_S) == 0
+
+
+def parts(*content: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[bytes]]:
+    """A user's content as OpenAI's clients send it and as transformers reads it, and its files.
+    content: names of FILES, and texts."""
+    sent = list[dict[str, Any]]()
+    read = list[dict[str, Any]]()
+    for one in content:
+        if one in FILES:
+            sent.append({"type": "image_url", "image_url": {"url": data_url(FILES[one])}})
+            read.append({"type": "image"})
+        else:
+            sent.append({"type": "text", "text": one})
+            read.append({"type": "text", "text": one})
+    return sent, read, [FILES[one] for one in content if one in FILES]
+
+
+def post(serving: Serving, path: str, body: dict[str, Any], status: int = 200) -> Any:
+    answer = httpx.post(f"{serving.url}{path}", json=body, timeout=TIMEOUT_S)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+CHATS = [
+    ("base", ["square", "What is this?"]),
+    ("one", ["square", "What is this?"]),
+    ("two", ["Two:", "wide", "and", "clear", "differ how?"]),
+    ("base", ["turned", "grey", "wide", "!"]),
+    ("one", ["no image at all"]),
+    ("two", ["square", "square", "the same?"]),
+    ("base", ["square", "What is this?"]),  # a hit of the prefix cache
+    ("base", ["wide", "What is this?"]),
+]
+
+
+def test_chats_are_those_of_transformers(served: tuple[Serving, Oracle]) -> None:
+    serving, oracle = served
+    found: dict[int, Any] = {}
+
+    def ask(index: int, model: str, content: list[str]) -> None:
+        sent, _, _ = parts(*content)
+        body = {"messages": [{"role": "user", "content": sent}], "max_tokens": MOST, **GREEDY}
+        body |= {"return_token_ids": True, "model": model if model != "base" else ""}
+        found[index] = post(serving, "/v1/chat/completions", body)
+
+    threads = [threading.Thread(target=ask, args=(i, *chat)) for i, chat in enumerate(CHATS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index, (model, content) in enumerate(CHATS):
+        _, read, files = parts(*content)
+        messages = [{"role": "user", "content": read}]
+        adapter = None if model == "base" else model
+        prompt, answer = oracle.answer(messages, files, adapter, MOST)
+        choice = found[index]["choices"][0]
+        assert found[index]["prompt_token_ids"] == prompt, content
+        assert choice["token_ids"] == answer, content
+        assert found[index]["usage"]["prompt_tokens"] == len(prompt)
+
+
+def test_other_apis_answer_the_same(served: tuple[Serving, Oracle]) -> None:
+    serving, _ = served
+    url = data_url(FILES["wide"])
+    source = {"type": "base64", "media_type": "image/jpeg", "data": url.partition(",")[2]}
+    chat = {"messages": [{"role": "user", "content": parts("wide", "so?")[0]}], "max_tokens": MOST}
+    first = post(serving, "/v1/chat/completions", {"model": "one", **chat, "temperature": 0})
+    text = first["choices"][0]["message"]["content"]
+    said = [
+        {"type": "input_image", "image_url": url, "detail": "auto"},
+        {"type": "input_text", "text": "so?"},
+    ]
+    body = {"model": "one", "input": [{"role": "user", "content": said}], "temperature": 0}
+    answer = post(serving, "/v1/responses", {**body, "max_output_tokens": MOST})
+    assert answer["output"][0]["content"][0]["text"] == text
+    blocks = [{"type": "image", "source": source}, {"type": "text", "text": "so?"}]
+    asked = {"model": "one", "messages": [{"role": "user", "content": blocks}]}
+    answer = post(serving, "/v1/messages", {**asked, "max_tokens": MOST, "temperature": 0})
+    assert answer["content"][0]["text"] == text
+    counted = post(serving, "/v1/messages/count_tokens", asked)
+    assert counted["input_tokens"] == first["usage"]["prompt_tokens"]
+    prompt = post(serving, "/detokenize", {"tokens": [72, 105]})["prompt"]
+    marked = {"inputs": f"![]({url}){prompt}", "parameters": {"max_new_tokens": MOST}}
+    generated = post(serving, "/generate", marked)
+    assert generated["generated_text"]
+
+
+BAD = [
+    (b"GIF89a", "no PNG|breaks off"),
+    (FILES["square"][:200], "cannot be decoded"),
+    (written("PNG", "RGB", 4000, 8), "times longer"),
+]
+
+
+@pytest.mark.parametrize(("data", "words"), BAD)
+def test_bad_images_are_named(served: tuple[Serving, Oracle], data: bytes, words: str) -> None:
+    sent = [{"type": "image_url", "image_url": {"url": data_url(data)}}]
+    client = openai.OpenAI(base_url=f"{served[0].url}/v1", api_key="unused", max_retries=0)
+    with pytest.raises(openai.BadRequestError, match=words) as caught:
+        client.chat.completions.create(
+            model="one",
+            messages=[{"role": "user", "content": sent}],  # type: ignore[list-item,misc]
+        )
+    assert caught.value.code == "invalid_image"
+
+
+def test_a_stream_goes_on_when_its_worker_dies(served: tuple[Serving, Oracle]) -> None:
+    serving, oracle = served
+    sent, read, files = parts("turned", "long?")
+    body = {"messages": [{"role": "user", "content": sent}], "max_tokens": 400, **GREEDY}
+    body |= {"model": "two", "stream": True, "return_token_ids": True, "ignore_eos": True}
+    ids, killed = list[int](), False
+    url = f"{serving.url}/v1/chat/completions"
+    spent = {worker: _cpu(worker) for worker in workers_of(serving)}
+    with httpx.stream("POST", url, json=body, timeout=TIMEOUT_S) as answer:
+        for line in answer.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            choices = json.loads(line[6:])["choices"]
+            ids += choices[0].get("token_ids") or [] if choices else []
+            if len(ids) > 100 and not killed:
+                killed = True
+                busy = max(spent, key=lambda worker: _cpu(worker) - spent[worker])
+                busy.kill()
+    metrics = httpx.get(f"{serving.url}/metrics").text
+    assert 'loraplex_resumes_total{cause="engine_lost"} 1.0' in metrics
+    messages = [{"role": "user", "content": read}]
+    _, expected = oracle.answer(messages, files, "two", 40)
+    assert len(ids) == 400
+    assert ids[:40][: len(expected)] == expected
+
+
+def workers_of(serving: Serving) -> list[psutil.Process]:
+    """Processes that have an engine below them."""
+    below = psutil.Process(serving.process.pid).children(recursive=True)
+    return [process for process in below if process.children()]
+
+
+def _cpu(worker: psutil.Process) -> float:
+    return sum(sum(child.cpu_times()[:2]) for child in worker.children(recursive=True))
+
+
+@pytest.mark.exhaustive
+def test_published_clients_send_images(served: tuple[Serving, Oracle]) -> None:
+    asked = subprocess.run(
+        [CLIENTS_PYTHON, "-m", "tests.e2e.clients.with_images", served[0].url],
+        input=FILES["wide"],
+        cwd=ROOT,
+        capture_output=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert asked.returncode == 0, (asked.stdout + asked.stderr).decode()[-2000:]
+    hub = InferenceClient(f"{served[0].url}/v1", api_key="unused")
+    sent, _, _ = parts("wide", "What is this?")
+    messages = [{"role": "user", "content": sent}]
+    answer = hub.chat_completion(messages, model="one", max_tokens=MOST, temperature=0)
+    assert answer.usage.prompt_tokens > 8

@@ -12,8 +12,9 @@ from loraplex.router.names.owned_name import OwnedName
 from loraplex.router.names.served import ServedAdapter
 
 KEPT_S = 3600.0
-# A router remembers so many requests in that time, and at first so many at once.
-MAX_KEPT = 1 << 16
+# A router remembers so many requests at once, and twice as many in any such time. A store in
+# memory has room for twice as many again, as answers to repeated requests lie there, too.
+MOST_AT_ONCE = 1 << 14
 _MAX_UNWRITTEN = 1 << 12
 
 
@@ -37,14 +38,14 @@ class JudgedRequests:
         self.waiting = asyncio.Event()
         self.forgotten = 0
         self._unwritten: deque[tuple[str, JudgedRequest]] = deque()
-        self._room, self._filled_at = float(MAX_KEPT), 0.0
+        self._room, self._filled_at = float(MOST_AT_ONCE), 0.0
 
     def note(self, tenant: str, request_id: str, adapter: ServedAdapter, now: float) -> None:
         """Notes a request that was admitted, if its name has a rollout. now: Unix seconds."""
         if not adapter.rollout or adapter.alias is None:
             return
-        grown = self._room + (now - self._filled_at) * MAX_KEPT / KEPT_S
-        self._room, self._filled_at = min(float(MAX_KEPT), grown), now
+        grown = self._room + (now - self._filled_at) * MOST_AT_ONCE / KEPT_S
+        self._room, self._filled_at = min(float(MOST_AT_ONCE), grown), now
         if self._room < 1.0 or len(self._unwritten) >= _MAX_UNWRITTEN:
             self.forgotten += 1
             return

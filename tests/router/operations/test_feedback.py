@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from loraplex.adapters.ref import AdapterRef
 from loraplex.router.call import RequestError
-from loraplex.router.names.judged_requests import MAX_KEPT, JudgedRequests
+from loraplex.router.names.judged_requests import MOST_AT_ONCE, JudgedRequests
 from loraplex.router.names.owned_name import OwnedName
 from loraplex.router.names.served import ServedAdapter
 from loraplex.router.operations.feedback import Feedback
@@ -40,13 +40,13 @@ async def test_only_the_requests_tenant_scores_it_with_a_key_that_opens_the_adap
 
 def test_a_router_remembers_so_many() -> None:
     requests = JudgedRequests()
-    for number in range(MAX_KEPT + 10):
+    for number in range(MOST_AT_ONCE + 10):
         requests.note("", str(number), ADAPTER, 0.0)
         if requests.oldest() is not None:
             requests.written()
     assert requests.forgotten == 10
     requests.note("", "later", ADAPTER, 60.0)
     assert requests.oldest() is not None
-    for number in range(MAX_KEPT):
+    for number in range(MOST_AT_ONCE):
         requests.note("", str(number), ADAPTER, 7200.0)
     assert requests.forgotten > 10, "while the store is away few wait"

@@ -10,6 +10,7 @@ import msgspec
 
 from loraplex.adapters.chat.conversation import REASONING
 from loraplex.router.api.admin.keys import MAX_LISTED
+from loraplex.router.api.admin.organization import MOST_BUCKETS, NEWEST_S
 from loraplex.router.api.errors import AnthropicError, Dialect, LoraxError, OpenAIError, error_table
 from loraplex.router.api.files_and_batches import MAX_FILES_LISTED
 from loraplex.router.api.messages.request import REFUSED_OF_TOOL
@@ -45,6 +46,15 @@ _BODY_ERRORS = frozenset((408, 413, 415))
 _ADMIN_ERRORS = _PLAIN_ERRORS | {400, 401, 403, 409, 410, 422}
 _TEXT: Schema = {"type": "string"}
 _DAY: Schema = {"type": "string", "format": "date"}
+_TEXTS: Schema = {"type": "array", "items": _TEXT}
+_TIME: Schema = {"type": "integer", "minimum": 0, "maximum": NEWEST_S}
+_BUCKETS: Schema = {"type": "integer", "minimum": 1, "maximum": MOST_BUCKETS}
+
+
+def _groups(item: str) -> Schema:
+    return {"type": "array", "items": {"enum": ["project_id", "api_key_id", item]}}
+
+
 _QUERY: dict[str, Schema] = {
     "start": _DAY,
     "end": _DAY,
@@ -60,7 +70,20 @@ _QUERY: dict[str, Schema] = {
     "mode": {"enum": [*PAUSE_MODES]},
     "clear_cache": {"type": "boolean"},
     "tenant": {"type": "string", "pattern": "^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$"},
+    "start_time": _TIME,
+    "end_time": _TIME,
+    "bucket_width": {"const": "1d"},
+    "page": {"type": "string", "pattern": "^[0-9]{5}$"},
+    "limit of /v1/organization/costs": _BUCKETS,
+    "limit of /v1/organization/usage/completions": _BUCKETS,
+    "group_by of /v1/organization/costs": _groups("line_item"),
+    "group_by of /v1/organization/usage/completions": _groups("model"),
+    "group_by": _TEXTS,
+    "project_ids": _TEXTS,
+    "api_key_ids": _TEXTS,
+    "models": _TEXTS,
 }
+_REQUIRED = ("start_time",)
 
 
 class Access(msgspec.Struct, frozen=True):
@@ -128,6 +151,7 @@ def _operation(operation: Operation, schema_of: dict[str, Any], access: Access) 
         *({"name": name, "in": "path", "required": True, "schema": _TEXT} for name in in_path),
         *(
             {"name": name, "in": "query", "schema": _query(operation, name)}
+            | ({"required": True} if name in _REQUIRED else {})
             for name in operation.query
         ),
     ]

@@ -44,6 +44,8 @@ from loraplex.router.api.admin.keys import (
     RotateKeyBody,
     UsageList,
 )
+from loraplex.router.api.admin.organization import QUERY as BUCKET_QUERY
+from loraplex.router.api.admin.organization import CompletionsPage, CostPage
 from loraplex.router.api.admin.uploads import UPLOAD_QUERY, AdapterFiles, Uploaded
 from loraplex.router.api.cohere_chat import CohereChat, CohereChatBody, CohereEvent
 from loraplex.router.api.errors import Dialect, dialect_of_path
@@ -194,6 +196,13 @@ _KEYS = (
     _admin(f"{_KEY}/unblock", "post", "It opens again what it opened", KeyObject),
     _keyed("/v1/usage", "What was used", UsageList, "start", "end", "tenant", "key", "adapter"),
     _keyed("/v1/usage/requests", "Latest requests", RecordList, "limit", "tenant"),
+    _keyed("/v1/organization/costs", "Costs by day (OpenAI)", CostPage, *BUCKET_QUERY),
+    _keyed(
+        "/v1/organization/usage/completions",
+        "Usage by day (OpenAI)",
+        CompletionsPage,
+        *BUCKET_QUERY,
+    ),
     msgspec.structs.replace(
         _admin("/v1/audit", "get", "What operators did", AuditList), query=("limit",)
     ),

@@ -195,6 +195,8 @@ def _key_routes(service: Service, operator: OperatorRoutes) -> list[Route]:
         _post(f"{one}/unblock", guarded(keys.unblock)),
         _get("/v1/usage", usage.usage),
         _get("/v1/usage/requests", usage.requests),
+        _get("/v1/organization/costs", usage.costs),
+        _get("/v1/organization/usage/completions", usage.completions),
         _get("/v1/audit", guarded(usage.audit, query=("limit",))),
     ]
 

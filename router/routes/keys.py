@@ -21,6 +21,14 @@ from loraplex.router.api.admin.keys import (
     parse_days,
     parse_rotate,
 )
+from loraplex.router.api.admin.organization import (
+    BucketQuery,
+    CompletionsPage,
+    CostPage,
+    completions_bucket,
+    cost_bucket,
+    parse_buckets,
+)
 from loraplex.router.api.request.body import check_query
 from loraplex.router.call import RequestError
 from loraplex.router.http.body import BodyLimits, read_json_body
@@ -30,7 +38,7 @@ from loraplex.router.service import Service
 from loraplex.router.shared.store import StoreDown
 from loraplex.router.tenancy.keyring import Keyring
 from loraplex.router.tenancy.keys import ApiKey
-from loraplex.router.tenancy.usage import MAX_DAYS
+from loraplex.router.tenancy.usage import MAX_DAYS, UsageRow
 
 _NOBODY_ASKS = "this router asks nobody for a key: start it with --auth keys"
 _ENDS = "the key is gone when this router ends: --redis or --keys-file keep keys"
@@ -110,6 +118,34 @@ class UsageRoutes:
         prices = self._tenancy.metering.prices
         currency = None if prices is None else prices.currency
         return json_response(UsageList(_date(first), _date(last), rows, currency))
+
+    async def costs(self, request: Request) -> Response:
+        """Answers costs by day, as OpenAI's route does."""
+        prices = self._tenancy.metering.prices
+        if prices is None:
+            raise RequestError("not_served", "nothing has a price here: start it with --prices")
+        query = parse_buckets("costs", request.query_params.multi_items(), time.time())
+        days = await self._days(request, query)
+        data = [cost_bucket(day, rows, query, prices.currency) for day, rows in days]
+        return json_response(CostPage(data, query.next_page is not None, query.next_page))
+
+    async def completions(self, request: Request) -> Response:
+        """Answers usage by day, as OpenAI's route does."""
+        query = parse_buckets("completions", request.query_params.multi_items(), time.time())
+        days = await self._days(request, query)
+        data = [completions_bucket(day, rows, query) for day, rows in days]
+        return json_response(CompletionsPage(data, query.next_page is not None, query.next_page))
+
+    async def _days(self, request: Request, query: BucketQuery) -> list[tuple[int, list[UsageRow]]]:
+        """Rows of each day that a caller asks for. Raises RequestError."""
+        if not query.days:
+            return []
+        try:
+            tenants = await self._tenants(request, query.days.start, query.days.stop - 1)
+            metering = self._tenancy.metering
+            return [(day, await metering.usage(tenants, day, day)) for day in query.days]
+        except StoreDown:
+            raise _no_store() from None
 
     async def requests(self, request: Request) -> Response:
         """Lists the latest requests, each. Query: limit, tenant."""

@@ -102,7 +102,10 @@ async def test_every_operation_exists(
     tmp_path: Path, worker: FakeWorker, operations: list[Operation]
 ) -> None:
     Held(worker)  # a batch is not over when it is cancelled
+    prices = tmp_path / "prices"
+    prices.write_text("{currency: EUR, prices: []}")
     options: Any = {"files_dir": tmp_path / "files", "responses": ResponsesLimits(keep_s=60)}
+    options["prices"] = prices
     async with running_router(tmp_path, worker, **options) as router:
         for operation in operations:
             await check_operation(router, operation)
@@ -136,6 +139,8 @@ async def check_operation(router: Running, operation: Operation) -> None:
     elif "{id}" in path:
         made = await router.client.post("/v1/keys", content=b"{}")
         path = path.replace("{id}", made.json()["data"]["id"])
+    if "start_time" in operation.query:
+        path += "?start_time=0"
     if path.endswith("/rollout"):
         versions = [{"reference": "org/new", "weight": 5}]
         await router.client.post(path, json={"versions": versions})

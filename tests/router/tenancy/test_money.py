@@ -88,3 +88,23 @@ async def test_without_prices_answers_are_as_they_were(
         found = (await router.client.get("/v1/usage")).json()
         assert found["currency"] is None
         assert (found["data"][0]["device_s"], found["data"][0]["cost"]) == (0.5, 0.0)
+        costs = await router.client.get("/v1/organization/costs?start_time=0")
+        assert (costs.status_code, costs.json()["error"]["code"]) == (501, "not_served")
+
+
+async def test_costs_and_usage_by_day_as_openai_has_them(
+    priced: tuple[Running, FakeWorker],
+) -> None:
+    router, _ = priced
+    body = {"model": BASE_NAME, "prompt": "x", "max_tokens": 4}
+    answer = (await router.client.post("/v1/completions", json=body)).json()
+    day = {"start_time": str(int(answer["created"]))}
+    costs = (await router.client.get("/v1/organization/costs", params=day)).json()
+    (result,) = costs["data"][-1]["results"]
+    assert result["amount"] == {"value": pytest.approx(answer["usage"]["cost"]), "currency": "eur"}
+    path = "/v1/organization/usage/completions"
+    used = (await router.client.get(path, params=day | {"group_by": "model"})).json()
+    (result,) = used["data"][-1]["results"]
+    assert (result["num_model_requests"], result["model"]) == (1, "")
+    assert result["output_tokens"] == answer["usage"]["completion_tokens"]
+    assert (used["has_more"], used["next_page"]) == (False, None)

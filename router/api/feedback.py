@@ -5,7 +5,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from loraplex.router.api.request.body import decode_body
+from loraplex.router.api.request.body import decode_plain
+from loraplex.router.api.request.known_elsewhere import Body, typed_by_aliases
 
 _PREFIXES = ("chatcmpl-", "cmpl-")
 _WHY_NOT = {
@@ -16,7 +17,7 @@ _WHY_NOT = {
 }
 
 
-class FeedbackBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FeedbackBody(Body, frozen=True):
     """Body of a score. request_id: the answer's `x-request-id`, or the `id` of a completion. score:
     0 is worst, 1 best.
     """
@@ -39,7 +40,7 @@ class FeedbackObject(msgspec.Struct, frozen=True):
 
 def parse_feedback(body: bytes) -> FeedbackBody:
     """Reads a score. Raises RequestError."""
-    said, _ = decode_body(body, FeedbackBody)
+    said = typed_by_aliases(decode_plain(body), FeedbackBody)
     for prefix in _PREFIXES:
         if said.request_id.startswith(prefix):
             return msgspec.structs.replace(said, request_id=said.request_id[len(prefix) :])

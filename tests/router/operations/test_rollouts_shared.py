@@ -194,6 +194,8 @@ async def test_a_version_of_worse_scores_goes_back_by_itself(fleet: Fleet) -> No
     for number, other in enumerate(found[NEW]):
         said = (await score(fleet.two, other, 0.25)).json()
         assert (said["version"], said["reason"]) == ("new", None) or number > 5, said
+    unknown = {"request_id": request_id, "score": 1.0, "text": "good"}
+    assert (await fleet.one.client.post("/v1/feedback", json=unknown)).status_code == 400
     assert "no request of a rollout" in (await score(fleet.one, "none", 0.5)).json()["reason"]
     for bad in (-0.1, 1.1, "good"):
         assert (await score(fleet.one, request_id, bad)).status_code == 400  # type: ignore[arg-type]

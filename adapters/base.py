@@ -33,6 +33,7 @@ Role = Literal[
     "q_b",
     "kv_a",
     "kv_b",
+    "distances",
     "gate_up",
     "down",
     "up",

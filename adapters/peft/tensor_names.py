@@ -97,6 +97,7 @@ class Naming(msgspec.Struct, frozen=True):
     head: the text before `lm_head` or `score`; None = the model has neither. layers: the text
     before a layer's number. modules: begins of a module's path in a layer; () = any.
     embedding: the name of the embedding; "" = it cannot be adapted. output: the name of `lm_head`.
+    pooler_in_head: modules outside of layers lie where `lm_head` does, else in the body.
     """
 
     words: str
@@ -106,6 +107,12 @@ class Naming(msgspec.Struct, frozen=True):
     modules: tuple[str, ...] = ()
     embedding: str = _EMBEDDING
     output: str = _OUTPUT
+    pooler_in_head: bool = False
+
+    @property
+    def _beside(self) -> str:
+        """The text before modules that lie outside of layers, in models with a pooler."""
+        return self.head or "" if self.pooler_in_head else self.body
 
     def spelled(self, path: str) -> str | None:
         """Spells a module of the base as the trained model does; None = it has no such module."""
@@ -114,7 +121,7 @@ class Naming(msgspec.Struct, frozen=True):
             if rest == _EMBEDDING:
                 return self.body + self.embedding if self.embedding else None
             if not rest.startswith(_LAYERS):
-                return None if self.modules and not _is_beside(rest) else self.body + rest
+                return None if self.modules and not _is_beside(rest) else self._beside + rest
             within = rest.removeprefix(_LAYERS)
             return self.body + self.layers + within if self._has(within) else None
         own = self.output if path == _OUTPUT else path
@@ -130,8 +137,8 @@ class Naming(msgspec.Struct, frozen=True):
             return _BODY + rest
         if self.embedding and path == self.body + self.embedding:
             return _BODY + _EMBEDDING
-        if path.startswith(self.body) and _is_beside(rest):
-            return _BODY + rest
+        if path.startswith(self._beside) and _is_beside(path.removeprefix(self._beside)):
+            return _BODY + path.removeprefix(self._beside)
         if self.head is None or not path.startswith(self.head):
             return None
         name = path.removeprefix(self.head)
@@ -202,6 +209,7 @@ NAMINGS = (
             "encoder.layer.",
             ("attention.", "intermediate.", "output."),
             "embeddings.word_embeddings",
+            pooler_in_head=body == "deberta.",
         )
         for body in ("bert.", "roberta.", "electra.", "mpnet.", "deberta.", "")
     ),

@@ -12,7 +12,7 @@ from loraplex.server.model.latent_weights import LatentWeights
 from loraplex.server.model.linear.experts import MoeWeights
 from loraplex.server.model.linear.linear import Linear
 from loraplex.server.model.lora.sites import BranchSites, Sites
-from loraplex.server.model.ops.ops import Ops, Positioned
+from loraplex.server.model.ops.ops import DistanceProduct, Ops, Positioned
 from loraplex.server.model.ops.pointwise import layer_normed_heads
 from loraplex.server.model.spec.model_spec import ModelSpec, StepSpec
 from loraplex.server.model.weights import (
@@ -202,6 +202,8 @@ class Decoder(Generic[P, L, Y]):
         for number, mixer in enumerate(self.mixers):
             if isinstance(mixer.weights, LatentWeights):
                 mixed = self._attend_latents(plan, mixer, mixer.weights, normed, lora)
+            elif self.weights.distances is not None:
+                mixed = self._attend_distances(plan, mixer, self.weights.distances, normed, lora)
             else:
                 of_each = zip(mixer.weights.linears[:-1], mixer.sites, strict=False)
                 products = [self.ops.linear(normed, linear, lora, site) for linear, site in of_each]
@@ -242,6 +244,21 @@ class Decoder(Generic[P, L, Y]):
             normed = ops.norm(q, weights.q_norm)
         products = (ops.linear(normed, weights.q_b, lora, q_b), kept)
         return ops.attend_latents(plan, mixer.layer, products, weights, lora, kv_b)
+
+    def _attend_distances(
+        self,
+        plan: P,
+        mixer: PreparedMixer,
+        table: torch.Tensor,
+        normed: torch.Tensor,
+        lora: L | None,
+    ) -> torch.Tensor:
+        ops, weights, (of_qkv, *of_others, _) = self.ops, mixer.weights, mixer.sites
+        assert isinstance(weights, AttentionWeights)
+        qkv = ops.complete(ops.linear(normed, weights.qkv, lora, of_qkv))
+        linear = weights.qkv if weights.distances is None else weights.distances
+        vectors = DistanceProduct(table, linear, (of_others or [of_qkv])[-1])
+        return ops.attend_distances(plan, mixer.layer, qkv, vectors, lora)
 
     def end(self, mixed: torch.Tensor, stream: Stream, lora: L | None) -> torch.Tensor:
         """Compute from the last mixer to normed hidden states, of any tokens; where the model has

@@ -78,12 +78,13 @@ class AttentionWeights:
     kv_scales: KvScales = KvScales()
     gate: Linear | None = None
     qk_layer_norm: LayerNorm | None = None
+    distances: Linear | None = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
         """The matrices that every token is multiplied with."""
-        gate = () if self.gate is None else (self.gate,)
-        return self.qkv, *gate, self.o
+        others = (each for each in (self.gate, self.distances) if each is not None)
+        return self.qkv, *others, self.o
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +189,8 @@ class ModelWeights:
     """Weights of the device's part of a model. embed: `[vocab, size]`; the head's matrix is the
     same tensor when they are tied. score: what the checkpoint has of score heads. biases: as of
     `distance_biases`, of all distances that texts have. dense: what pooled vectors go through.
-    output: as of ModelSpec. tower: what reads pictures, whole on each device; None = nothing does.
+    output: as of ModelSpec. distances: `[2 * span, size]`, as of `DistanceVectors`, normed. tower:
+    what reads pictures, whole on each device; None = nothing does.
     """
 
     embed: torch.Tensor
@@ -200,6 +202,7 @@ class ModelWeights:
     biases: torch.Tensor | None = None
     dense: tuple[VectorDense, ...] = ()
     output: Linear | None = None
+    distances: torch.Tensor | None = None
     tower: "TowerWeights | None" = None
 
     @property
@@ -269,8 +272,9 @@ def load_weights(
         parts = embed, tuple(layers), norm, head, _load_scores(source, model), beside
         output = None if model.output is None else source.linear(model.output)
         biases, dense = _load_biases(source, model), _load_dense(folder, device)
+        distances = _load_distances(source, model)
         tower = None if model.pictures is None else load_tower(folder, model, dtype, device)
-        return ModelWeights(*parts, biases, dense, output, tower)
+        return ModelWeights(*parts, biases, dense, output, distances, tower)
 
 
 def load_tower(
@@ -320,6 +324,17 @@ def _load_biases(source: WeightSource, model: ModelSpec) -> torch.Tensor | None:
         return None
     table = source.mapped(model.biases.tensor).float()
     return distance_biases(table, model.biases, model.max_context).to(source.device)
+
+
+def _load_distances(source: WeightSource, model: ModelSpec) -> torch.Tensor | None:
+    if model.distances is None:
+        return None
+    table = source.get(model.distances.tensor)
+    if model.distances.norm is None:
+        return table
+    norm = _norm(source, model.distances.norm)
+    assert isinstance(norm, LayerNorm)
+    return functional.layer_norm(table, table.shape[1:], norm.weight, norm.bias, norm.epsilon)
 
 
 def _load_scores(source: WeightSource, model: ModelSpec) -> ScoreTensors:
@@ -397,6 +412,7 @@ def _load_branch(source: WeightSource, spec: Branch, index: int) -> BranchWeight
                 KvScales(*(source.kv_scale(path, of) for of in "kv")),
                 None if spec.gate is None else source.linear(spec.gate, index),
                 _qk_layer_norm(source, spec, index) if spec.has_layer_norms else None,
+                None if spec.distances is None else source.linear(spec.distances, index),
             )
         case MlpSpec():
             gate_up, down = source.linear(spec.gate_up, index), source.linear(spec.down, index)

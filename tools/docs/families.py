@@ -101,6 +101,7 @@ def _blocks(known: KnownModel) -> str:
         "soft caps": model.head.softcap is not None
         or any(of.softcap is not None for of in attentions),
         "biases of scores by distance": model.biases is not None,
+        "scores of tokens with vectors of distances": model.distances is not None,
         "ALiBi": any(of.slopes for of in attentions),
         "learned positions": model.embedding.positions is not None,
         "two types of tokens": model.embedding.num_types > 1,

@@ -41,6 +41,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_python": "gelu",
     "relu": "relu",
     "relu2": "relu2",
+    "tanh": "tanh",
 }
 # Kinds of layers in `layer_types`: those that attend to all tokens, and those with a window.
 FULL, WINDOWED = "full_attention", "sliding_attention"

@@ -24,7 +24,7 @@ from loraplex.server.model.spec.model_spec import ModelSpec
 HeadForm = Literal["text", "none", "classes", "token classes"]
 _TEXTS, _CLASSES = ("ForCausalLM", "LMHeadModel"), "ForSequenceClassification"
 # Classes of encoders, by how they end.
-_ENCODERS = tuple(f"{stem}Model" for stem in ("Bert", "Roberta", "MPNet", "Electra"))
+_ENCODERS = tuple(f"{stem}Model" for stem in ("Bert", "Roberta", "MPNet", "Electra", "DebertaV2"))
 _OF_ENCODERS: dict[str, HeadForm] = {
     "Model": "none",
     "ForMaskedLM": "none",

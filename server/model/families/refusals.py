@@ -93,10 +93,7 @@ _PARTS: tuple[_Part, ...] = (
     _Part("attention of hashed tokens", ("num_hashes",), kinds=("lsh",)),
     _Part("two streams of attention", named=("bi_data",)),
     _Part("actions beside text", named=("max_action_dim",)),
-    _Part(
-        "scores of tokens with distances, which q and k of each adapter make (DeBERTa's attention)",
-        ("relative_attention", "pos_att_type", "c2p", "share_att_key"),
-    ),
+    _Part("scores of tokens with distances in another form", ("pos_att_type", "share_att_key")),
     _Part("a reader of this form of encoder", ("type_vocab_size", "is_encoder")),
     _Part(
         "attention to later tokens in a model that writes",

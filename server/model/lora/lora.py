@@ -217,6 +217,15 @@ class Segment:
     end: int
     weights: dict[int, SiteWeights]
 
+    def added(self, site: Site, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Add the adapter's LoRA of any rows, as `LoraBatch.add` does to those of tokens. Returns
+        y.
+        """
+        weights = self.weights.get(site.number)
+        if weights is not None:
+            _scale_and_expand(weights, x @ weights.a_t, y)
+        return y
+
 
 @dataclass(frozen=True, slots=True)
 class LoraBatch:
@@ -236,10 +245,7 @@ class LoraBatch:
         if site.number not in self.sites:
             return
         for segment in self.segments:
-            weights = segment.weights.get(site.number)
-            if weights is not None:
-                bridge = x[segment.begin : segment.end] @ weights.a_t
-                _scale_and_expand(weights, bridge, y[segment.begin : segment.end])
+            segment.added(site, x[segment.begin : segment.end], y[segment.begin : segment.end])
 
     def add_expert(
         self, site: Site, expert: int, tokens: torch.Tensor, x: torch.Tensor, y: torch.Tensor

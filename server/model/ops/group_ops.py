@@ -78,6 +78,7 @@ class GroupOps(Generic[P, L, Y]):
         self.lora: Callable[[np.ndarray], L | None] = ops.lora
         self.gated, self.activated, self.moe = ops.gated, ops.activated, ops.moe
         self.let_through, self.attend_latents = ops.let_through, ops.attend_latents
+        self.attend_distances = ops.attend_distances
         self.plus, self.scaled = ops.plus, ops.scaled
         self.complete, self.completed = ops.complete, ops.completed
         self.norm, self.add_norm, self.norm_own = ops.norm, ops.add_norm, ops.norm_own

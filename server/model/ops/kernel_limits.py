@@ -16,8 +16,8 @@ def unsupported(model: ModelSpec, dtype: str, capability: tuple[int, int]) -> st
         found = ".".join(map(str, capability))
         return f"FlashInfer needs compute capability 8.0, this GPU has {found}"
     added = (of.sinks or bool(of.slopes) for of in model.attentions.values())
-    if not model.is_causal and any(added):
-        return "the kernel of whole texts has no sinks and no slopes"
+    if not model.is_causal and (any(added) or model.distances is not None):
+        return "the kernel of whole texts has no sinks, no slopes and no vectors of distances"
     if dtype == "float32":
         return "FlashInfer computes in bfloat16 and float16, not in float32"
     if any(attention.gate is not None for attention in model.attentions.values()):

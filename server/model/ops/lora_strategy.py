@@ -80,7 +80,7 @@ _COMPLETE: tuple[Role, ...] = (
     *("up", "in", "gates", "out", "shared_gate_up", "shared_down"),
     *("shared_out_gate", "router", "latent_in", "latent_out", "wide_qkv", "wide_o", "q", "wide_q"),
     *("wide_gate_up", "wide_down", "layer_gate", "layer_out", "per_layer_model_projection"),
-    *("project_in", "project_out", "q_a", "q_b", "kv_a", "kv_b"),
+    *("project_in", "project_out", "distances", "q_a", "q_b", "kv_a", "kv_b"),
 )
 
 

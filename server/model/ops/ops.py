@@ -6,7 +6,7 @@ One decoder, several sets of ops: plain torch (ops_torch.py), and kernels for a 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -158,6 +158,16 @@ def _gather(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
 
 def _no_saves() -> np.ndarray:
     return np.zeros((0, 3), dtype=np.int64)
+
+
+class DistanceProduct(NamedTuple):
+    """Makes queries and keys of distances, or those that a layer has of both. table: `[rows,
+    size]`, as of `ModelWeights.distances`. linear, site: of the layer; further outputs behind
+    these mean nothing."""
+
+    table: torch.Tensor
+    linear: Linear
+    site: Site
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,6 +327,22 @@ class Ops(Protocol[P, L, Y]):
 
         products: of `q_b`, `[tokens, heads * (nope + rope)]`, and of `kv_a`, `[tokens, latent +
         rope]`. lora, site: adapters of `kv_b`.
+        """
+        ...
+
+    def attend_distances(
+        self,
+        plan: P,
+        layer: int,
+        qkv: torch.Tensor,
+        vectors: DistanceProduct,
+        lora: L | None,
+    ) -> torch.Tensor:
+        """Attention of whole texts, whose scores are those of tokens with each other and with the
+        vectors of their distances: -> `[tokens, heads * head_dim]`.
+
+        qkv: as of `attend`, complete. lora: of the tokens; what is made of vectors for a token has
+        the token's adapter.
         """
         ...
 

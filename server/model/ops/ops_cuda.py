@@ -53,7 +53,7 @@ from loraplex.server.model.ops.lora_linear import (
     WithDelta,
 )
 from loraplex.server.model.ops.lora_strategy import NONE_SUMMED, Consumers, SummedSites
-from loraplex.server.model.ops.ops import KVCache, StepLayout
+from loraplex.server.model.ops.ops import DistanceProduct, KVCache, StepLayout
 from loraplex.server.model.ops.pointwise import layer_norm, wide_logits, without_gate
 from loraplex.server.model.ops.products import Products
 from loraplex.server.model.ops.rotations import Rotations
@@ -362,10 +362,7 @@ class CudaOps:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         y, attention, spec = qkv.y, plan.attention, self.model.layers[layer].attention
-        if plan.attended is None:
-            out = y.new_empty(len(y), spec.q_size)
-        else:
-            out = first_rows(plan.attended, len(y), spec.q_size)
+        out = _room_attended(plan, y, spec.q_size)
         heads = out.view(len(y), spec.num_heads, spec.head_dim)
         delta = q = None
         match qkv:
@@ -420,13 +417,19 @@ class CudaOps:
         if attention.prefill is not None:
             prompts = attention.prompts
             attention.prefill.run(layer, queries[prompts], read[prompts])
-        width = queries.shape[1] * weights.spec.value_dim
-        if plan.attended is None:
-            out = q.new_empty(len(q), width)
-        else:
-            out = first_rows(plan.attended, len(q), width)
+        out = _room_attended(plan, q, queries.shape[1] * weights.spec.value_dim)
         absorbed.values(read, out.view(len(q), queries.shape[1], -1))
         return out
+
+    def attend_distances(
+        self,
+        plan: CudaPlan,
+        layer: int,
+        qkv: torch.Tensor,
+        vectors: DistanceProduct,
+        lora: DeviceLora | None,
+    ) -> torch.Tensor:
+        raise TypeError("no kernel scores tokens with distances")
 
     def mix_states(
         self,
@@ -531,3 +534,9 @@ class CudaOps:
         else:
             logits = self.complete(self.linear(routed_by, weights.router, lora, sites[0]))
         return self._experts.run(x, logits, weights, lora, sites[1:])
+
+
+def _room_attended(plan: CudaPlan, rows: torch.Tensor, width: int) -> torch.Tensor:
+    """Room for what as many rows attend, in that of a captured step where there is some."""
+    own = plan.attended
+    return rows.new_empty(len(rows), width) if own is None else first_rows(own, len(rows), width)

@@ -13,8 +13,9 @@ from loraplex.server.model.distance_biases import biases_within
 from loraplex.server.model.latent_weights import LatentWeights
 from loraplex.server.model.lora.lora import AdapterTable, LoraBatch
 from loraplex.server.model.lora.sites import Site
+from loraplex.server.model.ops.distances_torch import attend_distances
 from loraplex.server.model.ops.latents_torch import AbsorbedKeys
-from loraplex.server.model.ops.ops import KVCache, StepLayout
+from loraplex.server.model.ops.ops import DistanceProduct, KVCache, StepLayout
 from loraplex.server.model.ops.pointwise import (
     with_values,
     without_gate,
@@ -273,6 +274,19 @@ class TorchOps(TorchProducts):
         q, k = absorbed.queries_and_keys(*products, plan.turns)
         self._write(plan, layer, k, k[..., : weights.spec.latent])
         return absorbed.values(self._attend_pages(plan, layer, q, NO_NUMBERS)[:, 0])
+
+    def attend_distances(
+        self,
+        plan: TorchPlan,
+        layer: int,
+        qkv: torch.Tensor,
+        vectors: DistanceProduct,
+        lora: LoraBatch | None,
+    ) -> torch.Tensor:
+        spec, of = self.model.layers[layer].attention, self.model.distances
+        assert of is not None
+        texts = [slice(chunk.begin, chunk.end) for chunk in plan.chunks]
+        return attend_distances((spec, of), qkv, texts, vectors, lora)
 
     def _write(self, plan: TorchPlan, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write keys and values, `[tokens, kv_heads, features]` each, to their pages."""

@@ -14,6 +14,8 @@ import msgspec
 from loraplex.adapters.base import layer_path as layer_path
 from loraplex.adapters.classes import HEAD_OF_CLASSES, ClassForm
 from loraplex.server.model.quantisation.quantisation import Quantisation
+from loraplex.server.model.spec.distance_spec import DistanceBias as DistanceBias
+from loraplex.server.model.spec.distance_spec import DistanceVectors as DistanceVectors
 from loraplex.server.model.spec.embedding_spec import EmbeddingSpec as EmbeddingSpec
 from loraplex.server.model.spec.embedding_spec import LayerInputs as LayerInputs
 from loraplex.server.model.spec.embedding_spec import PositionTable as PositionTable
@@ -49,7 +51,8 @@ class AttentionSpec(msgspec.Struct, frozen=True):
     head's result is multiplied with. gate: a module of such gates, for each feature of the heads;
     None = none. norms_values: each value has a norm as each key, without a weight. keys_are_values:
     `qkv` has no v; values are keys before their norm. keys_of: the number of an earlier layer,
-    whose keys and values this one reads: `qkv` is q alone, and `k_norm` None; None = its own. clip:
+    whose keys and values this one reads: `qkv` is q alone, and `k_norm` None; None = its own.
+    distances: makes queries and keys of `ModelSpec.distances`, None = q and k of `qkv` do. clip:
     bounds of q, k and v as the product gives them; 0 = none. slopes: ALiBi's, as of `ScoreRule`,
     one a head, beside no sinks; () = none."""
 
@@ -74,6 +77,7 @@ class AttentionSpec(msgspec.Struct, frozen=True):
     keys_of: int | None = None
     clip: float = 0.0
     slopes: tuple[float, ...] = ()
+    distances: LinearSpec | None = None
 
     @property
     def parts(self) -> int:
@@ -108,8 +112,8 @@ class AttentionSpec(msgspec.Struct, frozen=True):
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
         """Products that adapters may change, in the order of their sites."""
-        gate = () if self.gate is None else (self.gate,)
-        return self.qkv, *gate, self.o
+        others = (each for each in (self.gate, self.distances) if each is not None)
+        return self.qkv, *others, self.o
 
     @property
     def inner_norms(self) -> tuple[NormSpec, ...]:
@@ -252,21 +256,6 @@ class LayerSpec(msgspec.Struct, frozen=True):
         return LayerSpec(tuple(steps))
 
 
-class DistanceBias(msgspec.Struct, frozen=True):
-    """Biases that all layers add to scores by a key's distance, as T5 has them. path: of the table,
-    `[buckets, heads]`. Half of the buckets are for keys behind the query. most: the distance from
-    which on all share a bucket.
-    """
-
-    path: str
-    buckets: int = 32
-    most: int = 128
-
-    @property
-    def tensor(self) -> str:
-        return f"{self.path}.weight"
-
-
 class ScoreSpec(msgspec.Struct, frozen=True):
     """A score head: `out(norm(activation(dense(x))))` of what `pooling` makes of a text's tokens;
     of all tokens each has scores. path, bias: of out. activation: None = there is no dense. norm:
@@ -330,6 +319,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     scores: score heads that the model or an adapter may have, the usual one first. unread: pattern
     of names of tensors that a checkpoint may hold, whose result nobody asks for. unread_modules:
     such modules that some version of transformers makes, too. biases: None = scores have none.
+    distances: None = scores are of tokens alone.
     output: a product with the normed stream, which score heads, the head for text and vectors are
     made of; None = they are made of the stream.
     pictures: how it reads pictures; None = it reads none.
@@ -357,6 +347,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     unread_modules: tuple[str, ...] = ()
     biases: DistanceBias | None = None
     output: LinearSpec | None = None
+    distances: DistanceVectors | None = None
     pictures: "PictureSpec | None" = None
 
     def __post_init__(self) -> None:
@@ -487,8 +478,9 @@ class ModelSpec(msgspec.Struct, frozen=True):
         """
         shapes: dict[str, tuple[int, ...]] = dict(self.embedding.tensors())
         shapes.update(self.norm.tensors())
-        if self.output is not None:
-            shapes.update(self.output.tensors())
+        for part in (self.output, self.distances):
+            if part is not None:
+                shapes.update(part.tensors())
         if self.biases is not None:
             heads = self.layers[0].attention.num_heads
             shapes[self.biases.tensor] = self.biases.buckets, heads

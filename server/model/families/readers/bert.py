@@ -15,7 +15,7 @@ _BRANCHES = family.LayerNames(
     "intermediate.dense",
     "output.dense",
 )
-_NAMES = encoders.EncoderNames(_BRANCHES, ("attention.output.LayerNorm", "output.LayerNorm"))
+NAMES = encoders.EncoderNames(_BRANCHES, ("attention.output.LayerNorm", "output.LayerNorm"))
 _MPNET_NAMES = encoders.EncoderNames(
     _BRANCHES._replace(
         qkv=("attention.attn.q", "attention.attn.k", "attention.attn.v"), o="attention.attn.o"
@@ -39,7 +39,7 @@ _DISTIL_KEYS = {
     "intermediate_size": "hidden_dim",
     "hidden_act": "activation",
 }
-_POOLER, _DENSE, _LABELS = "model.pooler.dense", "classifier.dense", "classifier.out_proj"
+POOLER, _DENSE, _LABELS = "model.pooler.dense", "classifier.dense", "classifier.out_proj"
 # Row of MPNet's table before that of the first position, whatever pads.
 _MPNET_PAD = 1
 
@@ -47,7 +47,7 @@ _MPNET_PAD = 1
 def read_bert(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     """BERT: scores are made of what the pooler gives."""
     sizes = encoders.read_sizes(fields)
-    scores = encoders.score_heads(sizes, _POOLER, "classifier", "tanh")
+    scores = encoders.score_heads(sizes, POOLER, "classifier", "tanh")
     embedding = encoders.embedding(sizes, types=encoders.types_of(fields))
     return _encoder(fields, sizes, embedding, scores, "bert")
 
@@ -62,7 +62,7 @@ def read_roberta(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     scores = encoders.score_heads(sizes, _DENSE, _LABELS, "tanh")
     embedding = encoders.embedding(sizes, pad + 1, types=encoders.types_of(fields))
     model = _encoder(fields, sizes, embedding, scores, "roberta")
-    return replace(model, unread_modules=(_POOLER,))
+    return replace(model, unread_modules=(POOLER,))
 
 
 def read_electra(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
@@ -82,7 +82,7 @@ def read_mpnet(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     embedding = encoders.embedding(sizes, _MPNET_PAD + 1, types=0)
     model = _encoder(fields, sizes, embedding, scores, "mpnet", _MPNET_NAMES)
     biases = DistanceBias("model.encoder.relative_attention_bias")
-    return replace(model, biases=biases, unread_modules=(_POOLER,))
+    return replace(model, biases=biases, unread_modules=(POOLER,))
 
 
 def read_distilbert(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
@@ -102,7 +102,7 @@ def _encoder(
     embedding: EmbeddingSpec,
     scores: tuple[ScoreSpec, ...],
     prefix: str,
-    names: encoders.EncoderNames = _NAMES,
+    names: encoders.EncoderNames = NAMES,
 ) -> ModelSpec:
     """Make a model whose layers are alike. prefix: as of `encoders.stored_names`."""
     layers = [encoders.layer(sizes, names)] * sizes.layers

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 from transformers import (
     BertConfig,
+    DebertaV2Config,
     DistilBertConfig,
     ElectraConfig,
     ModernBertConfig,
@@ -40,6 +41,15 @@ class Row(NamedTuple):
 
 
 _BERT = ("query", "value"), ("query", "key", "value", "dense")
+_DEBERTA = ("query_proj", "value_proj"), ("query_proj", "key_proj", "value_proj", "dense")
+_DISTANCES: dict[str, Any] = {
+    "relative_attention": True,
+    "position_buckets": 12,
+    "norm_rel_ebd": "layer_norm",
+    "share_att_key": True,
+    "pos_att_type": ["p2c", "c2p"],
+    "position_biased_input": False,
+}
 _MODERN = {"local_attention": 10, "global_attn_every_n_layers": 2, "bos_token_id": 0}
 _MODERN |= {"eos_token_id": 2, "cls_token_id": 0, "sep_token_id": 2}
 _BIASES = ("norm_bias", "attention_bias", "mlp_bias", "classifier_bias")
@@ -58,6 +68,26 @@ ENCODERS: dict[str, Row] = {
         ("pre_classifier",),
     ),
     "mpnet": Row(MPNetConfig, ("q", "v"), ("q", "k", "v", "o", "dense")),
+    "deberta": Row(DebertaV2Config, *_DEBERTA, _DISTANCES, ("pooler",)),
+    "deberta-own": Row(
+        DebertaV2Config,
+        ("query_proj", "pos_key_proj"),
+        (*_DEBERTA[1], "pos_key_proj", "pos_query_proj"),
+        {
+            "hidden_size": 60,
+            "relative_attention": True,
+            "pos_att_type": "c2p|p2c",
+            "max_relative_positions": 9,
+            "type_vocab_size": 2,
+        },
+        ("pooler",),
+    ),
+    "deberta-plain": Row(
+        DebertaV2Config,
+        *_DEBERTA,
+        {"pos_att_type": ["c2p"], "pooler_hidden_act": "tanh"},
+        ("pooler",),
+    ),
     "electra": Row(ElectraConfig, *_BERT, {"embedding_size": 48}),
     "electra-narrow": Row(
         ElectraConfig,

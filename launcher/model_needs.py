@@ -166,7 +166,8 @@ def _filled(
         return fill_device(model, engine, DeviceMemory(total, total, total - weights))
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     lines = memory_table(model, engine, weights)
-    taken = engine.host_arena_bytes + sum(line.nbytes for line in lines if line.name != WORKSPACE)
+    kept = (line.nbytes for line in lines if line.name != WORKSPACE and line.where != "disk")
+    taken = engine.host_arena_bytes + sum(kept)
     if taken > total:
         raise ConfigError(
             f"weights, keys, values, states and adapters take {taken / _GIB:.1f} GiB of"

@@ -116,6 +116,20 @@ class WorkerConfig:
         min=1,
         unit="bytes",
     )
+    host_kv_memory: int = option(
+        0,
+        "host memory for keys and values that the device has no room for: prompts go on from them,"
+        " and preempted sequences too (0 = none)",
+        min=0,
+        unit="bytes",
+    )
+    disk_kv: int = option(
+        0,
+        "disk in --cache-dir for those that --host-kv-memory has no room for; they outlive the"
+        " worker (0 = none)",
+        min=0,
+        unit="bytes",
+    )
     snapshot_memory: int | None = option(
         None,
         "device memory for snapshots of states, by which prompts reuse what others have"
@@ -238,7 +252,8 @@ class EngineConfig(msgspec.Struct, frozen=True):
     shards: devices that share the model.
     Memory is that of each device, but for the host arena. kv_memory: 0 = what weights, adapters and
     workspace leave of the GPU's share that may be used, and of that no more than `kv_contexts`
-    sequences of the whole context need; 0 = any.
+    sequences of the whole context need; 0 = any. host_kv_memory, disk_kv: of each device's process.
+    kv_folder: where pages lie on disk, under base_digest, that of the model as it is served.
     """
 
     model_path: str
@@ -270,6 +285,10 @@ class EngineConfig(msgspec.Struct, frozen=True):
     draft_memory: int = 64 << 20
     snapshot_memory: int = 0
     picture_memory: int = 256 << 20
+    host_kv_memory: int = 0
+    disk_kv: int = 0
+    kv_folder: str = ""
+    base_digest: str = ""
 
     @property
     def max_decodes(self) -> int:

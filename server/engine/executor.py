@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from math import prod
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -16,10 +16,11 @@ COPY_FAILED = "it could not be copied to the device"
 
 
 class MemoryLine(NamedTuple):
-    """One use of a device's memory."""
+    """One use of memory: of a device, or of what lies below it."""
 
     name: str
     nbytes: int
+    where: Literal["device", "host", "disk"] = "device"
 
 
 class PictureLimits(msgspec.Struct, frozen=True):
@@ -71,6 +72,8 @@ class ExecutorLimits(msgspec.Struct, frozen=True):
     weight_bytes, token_bytes: of all weights on one device, and of the keys and values of a token
     there; estimates, by which a step's time is shared. num_devices: that compute a step together.
     pictures: None = the base reads none.
+
+    host_pages, disk_pages: pages that host memory and the disk can keep.
     """
 
     num_pages: int
@@ -95,6 +98,8 @@ class ExecutorLimits(msgspec.Struct, frozen=True):
     token_bytes: int = 0
     num_devices: int = 1
     pictures: PictureLimits | None = None
+    host_pages: int = 0
+    disk_pages: int = 0
 
     @property
     def table_slots(self) -> int:
@@ -168,7 +173,35 @@ class CopyOver(msgspec.Struct, frozen=True, tag="ov"):
     is_finished: bool = False
 
 
-CopyNews = CopyUsable | CopyOver
+# Where pages go: from the device to host memory and back, from there to disk and back; `drop`
+# removes them from disk.
+PageWay = Literal["out", "in", "write", "read", "drop"]
+
+
+class PageCopies(msgspec.Struct, frozen=True):
+    """Copies of whole pages, which begin and end together. They write in any order.
+
+    pages: of the device, of the ways out and in. slots: in host memory; none where pages are
+    dropped. keys: names on disk; none of the ways out and in. The lists that there are run
+    parallel.
+    """
+
+    number: int
+    way: PageWay
+    pages: tuple[int, ...] = ()
+    slots: tuple[int, ...] = ()
+    keys: tuple[bytes, ...] = ()
+
+
+class PagesCopied(msgspec.Struct, frozen=True, tag="pc"):
+    """Copies of this number are over in every process. failed: places in their lists: of what was
+    not written, or could not be read as it was written."""
+
+    number: int
+    failed: tuple[int, ...] = ()
+
+
+CopyNews = CopyUsable | CopyOver | PagesCopied
 
 
 class CopySums(msgspec.Struct, frozen=True, tag="cs"):
@@ -220,6 +253,7 @@ class Executor(Protocol[T]):
     limits: ExecutorLimits
     summary: tuple[str, ...]  # lines for a person: back ends, times of the start
     memory: tuple[MemoryLine, ...]  # what fills the device; () = nobody counts
+    stored_pages: tuple[bytes, ...]  # keys of pages on disk, those longest there first
 
     def launch(self, plan: StepPlan, meanwhile: Callable[[], None] | None = None) -> T:
         """Begin a step.
@@ -256,6 +290,11 @@ class Executor(Protocol[T]):
     def start_copy(self, copy: AdapterCopy) -> None:
         """Begin a copy beside running steps, without blocking them. Copies write in the order of
         their start. A copy may overwrite another that is usable but not over."""
+        ...
+
+    def copy_pages(self, copies: PageCopies) -> None:
+        """Begin copies of pages beside running steps. No step in flight writes what is read, or
+        reads what is written. Steps may use pages once `poll_copies` says that they are there."""
         ...
 
     def poll_copies(self) -> list[CopyNews]:

@@ -118,7 +118,7 @@ def _serve(options: argparse.Namespace, channel: WorkerChannel) -> int:
         max_draft=config.max_draft,
         draft_memory=config.draft_memory,
     )
-    scheduler = Scheduler(executor.limits, scheduling)
+    scheduler = Scheduler(executor.limits, scheduling, executor.stored_pages)
     constraints = _constraints(config, executor.limits)
     loop = EngineLoop(executor, scheduler, channel, depth, constraints)
     shorten_pauses()
@@ -217,9 +217,11 @@ def _ready(executor: Executor[Any], config: EngineConfig) -> EngineReady:
 
 def _memory_lines(memory: Iterable[MemoryLine]) -> Iterator[str]:
     """How the device's memory is split, for a person."""
-    split = ", ".join(f"{line.name} {line.nbytes / 2**30:.2f} GiB" for line in memory)
-    if split:
-        yield f"GPU memory: {split}"
+    for where, name in (("device", "GPU memory"), ("host", "host memory"), ("disk", "disk")):
+        lines = [line for line in memory if line.where == where]
+        if lines:
+            split = ", ".join(f"{line.name} {line.nbytes / 2**30:.2f} GiB" for line in lines)
+            yield f"{name}: {split}"
 
 
 def _cache_line(limits: ExecutorLimits) -> str:

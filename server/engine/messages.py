@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from loraplex.adapters.manifest import SlabLayout
-from loraplex.server.engine.executor import MemoryLine
+from loraplex.server.engine.executor import MemoryLine, PageWay
 from loraplex.server.engine.memory.eviction import EvictionReason
 from loraplex.server.protocol import ErrorCode, GenerateRequest, TokenEvent
 
@@ -220,6 +220,19 @@ class DeviceUse(msgspec.Struct, frozen=True, array_like=True):
     copies: float = 0.0
 
 
+class SwapStats(msgspec.Struct, frozen=True, array_like=True):
+    """Pages below the device. host, disk: how many are there now. The others are counts since the
+    start: of pages that were copied, by way; of those whose copy failed, since a disk was full or a
+    file was not as it was written; of those that sequences waited for.
+    """
+
+    host: int = 0
+    disk: int = 0
+    fetched: int = 0
+    copied: dict[PageWay, int] = {}
+    failed: dict[PageWay, int] = {}
+
+
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     """Gauges after a step. resident: adapters on the device. evictions: counts by reason."""
 
@@ -236,6 +249,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     accepted_draft_tokens: int = 0
     evictions: dict[EvictionReason, int] = {}
     device_use: DeviceUse = DeviceUse()
+    swaps: SwapStats = SwapStats()
 
 
 # Why a grammar was refused: it is no grammar; it costs more than the limits allow; the model's

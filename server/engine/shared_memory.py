@@ -1,4 +1,5 @@
-"""The memory of the host arena, which the worker and the engine both map."""
+"""Large host memory: that of the host arena, which the worker and the engine both map, and an
+engine's own."""
 
 import fcntl
 import mmap
@@ -22,6 +23,16 @@ def map_shared(fd: int, nbytes: int) -> memoryview:
     if not nbytes:
         return memoryview(b"")
     mapped = mmap.mmap(fd, nbytes)
+    with suppress(OSError):
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(mapped)
+
+
+def map_private(nbytes: int) -> memoryview:
+    """Memory of this process alone; none is taken before it is used. Raises OSError."""
+    if not nbytes:
+        return memoryview(b"")
+    mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):
         mapped.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(mapped)

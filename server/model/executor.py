@@ -17,6 +17,8 @@ from loraplex.server.engine.executor import (
     CopySums,
     CopyUsable,
     Masks,
+    PageCopies,
+    PagesCopied,
     PictureCopy,
     PictureIn,
 )
@@ -45,7 +47,9 @@ from loraplex.server.model.start import (
     advised,
     build_parts,
     host_arena_made,
+    host_pages_mapped,
     leave_a_core,
+    make_copier,
 )
 from loraplex.server.model.steps.drafts import spread, spread_places
 from loraplex.server.model.steps.rows import Rows
@@ -94,7 +98,13 @@ class TorchExecutor:
         if self.device.type == "cpu":
             leave_a_core(group.shard.count)
         phases = StartPhases(report)
-        with torch.inference_mode(), advised(), host_arena_made(host_arena, self.device):
+        host_pages = host_pages_mapped(config)
+        with (
+            torch.inference_mode(),
+            advised(),
+            host_arena_made(host_arena, self.device),
+            host_arena_made(host_pages, self.device),
+        ):
             parts = build_parts(config, group, weights, self.device, phases)
             self.limits = parts.limits
             self._rows, self._table, self._states = parts.rows, parts.table, parts.states
@@ -111,6 +121,8 @@ class TorchExecutor:
         self._masks = MaskMemory(self.limits.most_decodes, self.device)
         vectors = OutputVectors(parts.weights, self._table.sites).pieces
         self._copies = AdapterCopies(self._table, host_arena, vectors)
+        self._pages = make_copier(config, parts, host_pages)
+        self.stored_pages = self._pages.stored(self.limits.disk_pages)
         self._group = group
         self._remarked = set[Reach]()
         self.memory = parts.memory
@@ -192,11 +204,14 @@ class TorchExecutor:
     def start_copy(self, copy: AdapterCopy) -> None:
         self._copies.start(copy.of_shard(self._group.shard.index))
 
+    def copy_pages(self, copies: PageCopies) -> None:
+        self._pages.start(copies)
+
     def poll_copies(self) -> list[CopyNews]:
         with torch.inference_mode():
             news = self._copies.poll()
         self._remark([item.adapter_slot for item in news if isinstance(item, CopyUsable)])
-        return news
+        return [*news, *self._pages.poll()]
 
     def _remark(self, slots: Sequence[int]) -> None:
         """Mark the first adapter of each kind that no graph has. slots: that are usable now."""
@@ -214,9 +229,9 @@ class TorchExecutor:
         self._copies.use_oldest()
 
     @torch.inference_mode()
-    def copies_over(self) -> list[CopyOver]:
+    def copies_over(self) -> list[CopyOver | PagesCopied]:
         """Return the copies that have ended, as `GroupMember` says."""
-        return self._copies.over()
+        return [*self._copies.over(), *self._pages.poll()]
 
     def sums_offered(self) -> list[CopySums]:
         """Return numbers that wait to be summed over processes, as `GroupMember` says."""
@@ -248,6 +263,7 @@ class TorchExecutor:
         if self._pictures is not None:
             self._pictures.close()
         self._copies.close()
+        self._pages.close()
         self._graphs = self._token_graphs = None
         self._group.close()
 

@@ -14,7 +14,7 @@ from loraplex.adapters.sharding import Shard
 from loraplex.adapters.token_rows import new_ids_width
 from loraplex.server.config import AtLoad, ConfigError, EngineConfig
 from loraplex.server.engine.executor import ExecutorLimits, MemoryLine
-from loraplex.server.engine.shared_memory import pages_made
+from loraplex.server.engine.shared_memory import map_private, pages_made
 from loraplex.server.model.checkpoint.checkpoint import read_config, read_shards
 from loraplex.server.model.checkpoint.tower_part import has_tower
 from loraplex.server.model.devices.group import Group
@@ -30,11 +30,14 @@ from loraplex.server.model.ops.memory import (
     executor_limits,
     fill_device,
     memory_table,
+    page_bytes,
     weights_bytes,
 )
 from loraplex.server.model.ops.ops import KVCache
 from loraplex.server.model.ops.row_states import RowStates
 from loraplex.server.model.ops.sizes import MOST_PADDING
+from loraplex.server.model.pages.page_copier import PageCopier
+from loraplex.server.model.pages.page_files import PageFiles, PageForm
 from loraplex.server.model.sampling.row_sampling import RowSampling
 from loraplex.server.model.spec.latent_spec import LatentSpec
 from loraplex.server.model.spec.model_spec import ModelSpec
@@ -226,6 +229,43 @@ def _make_cache(
         token_scales = torch.zeros(pages + 1, rooms, dtype=torch.float32, device=device)
         scales = (INT8_SCALES,) * model.num_layers
     return KVCache(pool, model, groups, config.page_size, dtype, scales, token_scales)
+
+
+def host_pages_mapped(config: EngineConfig) -> memoryview:
+    """The memory of pages below the device. Raises ConfigError."""
+    try:
+        return map_private(config.host_kv_memory)
+    except (OSError, OverflowError) as error:
+        what = f"{config.host_kv_memory} bytes a process cannot be had"
+        raise ConfigError(f"--host-kv-memory: {what} ({error})") from error
+
+
+def make_copier(config: EngineConfig, parts: Parts, memory: memoryview) -> PageCopier:
+    """What copies pages of the cache. memory: of `host_pages_mapped`. Raises ConfigError."""
+    cache, shard = parts.cache, parts.group.shard
+    pools = [pool for pool in (cache.pool, cache.all_scales) if pool is not None]
+    files = None
+    if parts.limits.disk_pages:
+        form = PageForm(
+            base_digest=config.base_digest,
+            dtype=config.dtype,
+            kv_dtype=config.kv_dtype,
+            page_size=config.page_size,
+            layers=cache.groups.layers,
+            width=cache.groups.width,
+            shard=shard.index,
+            shards=shard.count,
+            nbytes=page_bytes(parts.model, config),
+        )
+        try:
+            files = PageFiles(Path(config.kv_folder), form)
+        except OSError as error:
+            raise ConfigError(f"--disk-kv: {config.kv_folder} cannot be used ({error})") from error
+    slots, after_steps = parts.limits.host_pages, shard.count > 1
+    try:
+        return PageCopier(pools, memory, slots, files, after_steps=after_steps)
+    except MemoryError as error:
+        raise ConfigError(f"--host-kv-memory: {error}") from error
 
 
 def host_arena_made(memory: memoryview, device: torch.device) -> AbstractContextManager[None]:

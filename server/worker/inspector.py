@@ -102,7 +102,7 @@ class Inspector:
             places=None if asked.known == self._version else self._places,
             places_left_out=self._left_out,
             shards=ready.shards,
-            memory=ready.memory,
+            memory=tuple(line[:2] for line in ready.memory if line.where == "device"),
             draft_tokens=stats.draft_tokens,
             accepted_draft_tokens=stats.accepted_draft_tokens,
         )

@@ -178,6 +178,7 @@ def _prepare(config: WorkerConfig, device: ChosenDevice, model: ModelFolder) -> 
         card = _apart(card, f"keys and values in {config.kv_dtype}")
     if config.executor != "torch":  # what it invents never goes beside what is computed
         card = _apart(card, config.executor.partition(":")[0])
+    engine = msgspec.structs.replace(engine, base_digest=card.base_digest)
     try:
         memory = HostMemory(engine.host_arena_bytes)
     except OSError as error:
@@ -224,6 +225,11 @@ def engine_config(
             f"--host-adapter-memory must hold at least one extent of {extent_bytes} bytes, "
             f"got {sizes.host_adapter_memory}"
         )
+    if config.disk_kv and not config.host_kv_memory:
+        raise WorkerStartError("--disk-kv: pages reach the disk by --host-kv-memory, which is 0")
+    if config.host_kv_memory > host_bytes():
+        what = f"{config.host_kv_memory} bytes are asked for, of {host_bytes()} of this machine"
+        raise WorkerStartError(f"--host-kv-memory: {what}")
     return EngineConfig(
         model_path=str(folder),
         device=device.kind,
@@ -245,6 +251,9 @@ def engine_config(
         max_draft=sizes.max_draft,
         snapshot_memory=sizes.snapshot_memory,
         picture_memory=config.picture_memory,
+        host_kv_memory=config.host_kv_memory // config.tp,
+        disk_kv=config.disk_kv // config.tp,
+        kv_folder=str(config.cache_dir.expanduser() / "kv"),
         adapter_slots=config.adapter_slots,
         dora_graphs=config.dora_graphs,
         gpu_memory_utilization=config.gpu_memory_utilization,

@@ -20,6 +20,7 @@ from loraplex.server.engine.executor import (
     ExecutorLimits,
     Masks,
     MemoryLine,
+    PageCopies,
     PictureCopy,
     PictureIn,
 )
@@ -42,6 +43,7 @@ from tests.certifying.certificates import (
     certified_vector,
     next_mark,
 )
+from tests.certifying.page_copies import FakePages
 from tests.certifying.pictures import Encoded, FakePictures
 
 MAX_REMEMBERED = 65_536
@@ -174,6 +176,9 @@ class CertifyingExecutor:
         empty: list[Mark | None] = [None] * limits.page_size
         self._kv = [list(empty) for _ in range(limits.num_pages)]
         self._holders: list[set[int]] = [set() for _ in range(limits.num_pages)]
+        sizes = (limits.host_pages, limits.disk_pages)
+        self.pages_below = FakePages(self._kv, self._is_read, sizes, check)
+        self.stored_pages: tuple[bytes, ...] = ()
         self._rows: dict[int, FakeRow] = {}
         self._snapshots: dict[int, tuple[int, Mark]] = {}  # tokens, and the mark after them
         self._slots: dict[int, tuple[str, frozenset[int]]] = {}
@@ -520,8 +525,16 @@ class CertifyingExecutor:
                 del self._slots[slot]
         self._copies.append((self.options.copy_polls, copy))
 
+    def _is_read(self, page: int) -> bool:
+        """Whether a step in flight reads or writes a page."""
+        rows = {piece.seq_row for t in self._in_flight for piece in t.plan.slices}
+        return bool(rows & self._holders[page])
+
+    def copy_pages(self, copies: PageCopies) -> None:
+        self.pages_below.start(copies)
+
     def poll_copies(self) -> list[CopyNews]:
-        news: list[CopyNews] = []
+        news: list[CopyNews] = [*self.pages_below.poll()]
         ready, self._copies = _due(self._copies)
         for copy in ready:
             slot, digest = copy.adapter_slot, copy.layout.digest

@@ -50,5 +50,7 @@ def make(config: EngineConfig, arena: memoryview, given: str) -> CertifyingExecu
         arena_extents=config.adapter_memory // config.extent_bytes,
         extent_bytes=config.extent_bytes,
         max_decodes=config.max_decodes,
+        host_pages=config.host_kv_memory // (config.page_size * _TOKEN_BYTES),
+        disk_pages=config.disk_kv // (config.page_size * _TOKEN_BYTES),
     )
     return CertifyingExecutor(limits, options, arena)

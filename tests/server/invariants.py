@@ -1,11 +1,13 @@
 """Checks of the engine's pages and arena and of the worker's sequences, after any operation."""
 
+from collections import Counter
 from collections.abc import Iterable
 
 from loraplex.server.engine.memory.extents import TAKEN, each
 from loraplex.server.engine.memory.pages import PagePool
 from loraplex.server.engine.memory.residency import AdapterArena
 from loraplex.server.engine.memory.snapshots import SnapshotPool
+from loraplex.server.engine.swapping.swaps import PageSwaps
 from loraplex.server.worker.sequences import Identity, SequenceTable
 
 
@@ -13,7 +15,9 @@ def check_pool(pool: PagePool) -> None:
     """Raises AssertionError: a page is not in exactly one of free, cached, held."""
     held = {p for p, n in enumerate(pool._references) if n > 0}
     assert min(pool._references, default=0) >= 0, "negative references"
-    groups = [*pool._free, *pool._idle, *held]
+    idle, saving = set(pool._idle), pool._saving
+    assert pool._busy == len(saving & idle), "pages that are copied are miscounted"
+    groups = [*pool._free, *idle, *held, *(saving - idle - held)]
     assert sorted(groups) == list(range(pool.num_pages)), "pages lost or in two places"
     assert set(pool._idle) <= set(pool._hash_of), "a cached page without a hash"
     assert not set(pool._free) & set(pool._hash_of), "a free page with a hash"
@@ -25,6 +29,28 @@ def check_snapshots(pool: SnapshotPool, written: Iterable[int]) -> None:
     slices in flight."""
     found = [*pool._free, *pool._kept.values(), *written]
     assert sorted(found) == list(range(pool.count)), "snapshots lost or in two places"
+
+
+def check_swaps(swaps: PageSwaps) -> None:
+    """Raises AssertionError: a slot is not in exactly one of free, kept, forgotten, written."""
+    moves = {
+        way: [move for each, of in swaps._batches.values() if each == way for move in of]
+        for way in ("out", "in", "write", "read")
+    }
+    written = {
+        swaps.host: [move.slot for way in ("out", "read") for move in moves[way]],
+        swaps.disk: [move.stored for move in moves["write"]],
+    }
+    for store, slots in written.items():
+        found = [*store._free, *store._kept.values(), *store._forgotten, *slots]
+        assert sorted(found) == list(range(store.count)), "slots lost or in two places"
+        assert all(count > 0 for count in store._reads.values()), "readers are miscounted"
+    held = [swaps._pool._references[move.page] for move in moves["in"]]
+    assert all(held), "a page comes that nobody holds"
+    saving = sorted(move.page for move in moves["out"])
+    assert saving == sorted(swaps._pool._saving), "other pages are copied than are kept"
+    reads = Counter(move.slot for move in [*moves["in"], *moves["write"], *swaps._queues["in"]])
+    assert swaps.host._reads == reads, "slots are read by others than hold them"
 
 
 def check_arena(arena: AdapterArena) -> None:

@@ -8,6 +8,8 @@ from loraplex.server.engine.executor import (
     CopyOver,
     CopySums,
     Masks,
+    PageCopies,
+    PagesCopied,
     PictureCopy,
     PictureIn,
 )
@@ -71,9 +73,15 @@ class Encode(msgspec.Struct, frozen=True, array_like=True, tag="en"):
     layers: int
 
 
-Command = Launch | Constrain | StartCopy | AddSums | UseCopy | StartPicture | Encode
+class CopyPages(msgspec.Struct, frozen=True, array_like=True, tag="cp"):
+    """Begin copies of pages. Answered by PagesCopied."""
+
+    copies: PageCopies
+
+
+Command = Launch | Constrain | StartCopy | AddSums | UseCopy | StartPicture | Encode | CopyPages
 # What the others tell the leader.
-Answer = CopyOver | CopySums | PictureIn
+Answer = CopyOver | CopySums | PictureIn | PagesCopied
 
 _encoder = msgspec.msgpack.Encoder()
 _commands = msgspec.msgpack.Decoder(Command)

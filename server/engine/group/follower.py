@@ -12,6 +12,7 @@ from loraplex.server.engine.group.commands import (
     AddSums,
     Command,
     Constrain,
+    CopyPages,
     Encode,
     Launch,
     StartCopy,
@@ -79,6 +80,9 @@ class Follower:
                 self._executor.start_picture(copy)
             case Encode(layers):
                 self._executor.encode(layers)
+            case CopyPages(copies):
+                self._copying += 1
+                self._executor.copy_pages(copies)
             case _:
                 assert_never(command)
 

@@ -19,6 +19,8 @@ from loraplex.server.engine.executor import (
     CopySums,
     CopyUsable,
     Masks,
+    PageCopies,
+    PagesCopied,
     PictureCopy,
     PictureIn,
     T,
@@ -30,6 +32,7 @@ from loraplex.server.engine.group.commands import (
     Answer,
     Command,
     Constrain,
+    CopyPages,
     Encode,
     Launch,
     StartCopy,
@@ -62,11 +65,13 @@ class GroupExecutor(Generic[T]):
         """
         self._executor, self._links = executor, links
         self.limits, self.summary = executor.limits, executor.summary
-        self.memory = executor.memory
+        self.memory, self.stored_pages = executor.memory, executor.stored_pages
         self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         # Copies that are over in some processes, by digest: the error of each. A slot may have
         # another adapter by then; an adapter is not copied again before its copy is over.
         self._over: defaultdict[str, list[str | None]] = defaultdict(list)
+        # Copies of pages that are over in some processes: what failed in each.
+        self._copied: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
         # Of copies that wait for them, by digest: the numbers of each process that has offered its.
         self._sums: defaultdict[str, list[np.ndarray]] = defaultdict(list)
         # Of pictures that are not in every process, in the order of their start: the errors.
@@ -99,6 +104,10 @@ class GroupExecutor(Generic[T]):
     def start_copy(self, copy: AdapterCopy) -> None:
         self._tell(StartCopy(copy))
         self._executor.start_copy(copy)
+
+    def copy_pages(self, copies: PageCopies) -> None:
+        self._tell(CopyPages(copies))
+        self._executor.copy_pages(copies)
 
     def poll_copies(self) -> list[CopyNews]:
         """A copy is over once it is in every process."""
@@ -145,9 +154,9 @@ class GroupExecutor(Generic[T]):
             link.close()
         self._executor.close()
 
-    def _read_answers(self) -> list[CopyOver]:
+    def _read_answers(self) -> list[CopyNews]:
         """Note the other processes' answers. Returns copies that are over in all."""
-        found: list[CopyOver] = []
+        found: list[CopyNews] = []
         with suppress(queue.Empty):
             while True:
                 answer = self._answers.get_nowait()
@@ -164,10 +173,12 @@ class GroupExecutor(Generic[T]):
         of = (errors for name, errors in self._pictures if name == news.picture)
         next(of).append(news.error)
 
-    def _note(self, news: CopyOver) -> list[CopyOver]:
+    def _note(self, news: CopyOver | PagesCopied) -> Sequence[CopyNews]:
         """Note that a copy has ended in one process; with the last one, return the end of all.
         Raises GroupLost where some have the adapter and others do not.
         """
+        if isinstance(news, PagesCopied):
+            return self._note_pages(news)
         errors = self._over[news.digest]
         errors.append(news.error)
         self._check_sums(news.digest)
@@ -178,6 +189,15 @@ class GroupExecutor(Generic[T]):
         if failed and len(failed) < len(errors):
             raise GroupLost(f"a process of the group lacks an adapter: {failed[0]}")
         return [news]
+
+    def _note_pages(self, news: PagesCopied) -> list[PagesCopied]:
+        """A page that failed in one process failed in all."""
+        ends = self._copied[news.number]
+        ends.append(news.failed)
+        if len(ends) <= len(self._links):
+            return []
+        del self._copied[news.number]
+        return [PagesCopied(news.number, tuple(sorted(set().union(*ends))))]
 
     def _add(self, sums: CopySums) -> None:
         """Note one process's numbers; with the last one's, add them up once for all, and let all go

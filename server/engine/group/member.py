@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from loraplex.server.engine.executor import CopyOver, CopySums, Executor, T
+from loraplex.server.engine.executor import CopyOver, CopySums, Executor, PagesCopied, T
 
 
 class GroupMember(Executor[T], Protocol[T]):
@@ -12,7 +12,7 @@ class GroupMember(Executor[T], Protocol[T]):
         """Let the next step use the oldest copy that none may use yet."""
         ...
 
-    def copies_over(self) -> list[CopyOver]:
+    def copies_over(self) -> list[CopyOver | PagesCopied]:
         """Return the copies that have ended, as `poll_copies` does, and let no step use a copy."""
         ...
 

@@ -11,9 +11,10 @@ last page under a hash of fewer tokens; who takes it has the page alone.
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
+from itertools import islice
 
 PageHash = bytes
 
@@ -83,11 +84,15 @@ class PagePool:
         self._hash_of: dict[int, PageHash] = {}
         self._page_of: dict[PageHash, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # cached pages, oldest first
+        self.num_idled = 0  # how often a page has become a cached one
+        # Pages that are copied, which nobody may overwrite, and how many of them are cached ones.
+        self._saving: set[int] = set()
+        self._busy = 0
 
     @property
     def available(self) -> int:
         """Pages that `allocate` could give now."""
-        return len(self._free) + len(self._idle)
+        return len(self._free) + len(self._idle) - self._busy
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
@@ -103,20 +108,53 @@ class PagePool:
             page = self._page_of.get(digest)
             if page is None:
                 break
-            self._references[page] += 1
-            self._idle.pop(page, None)
             pages.append(page)
+            self.hold([page])
         return pages
+
+    def hold(self, pages: Iterable[int]) -> None:
+        """Hold cached or held pages once more."""
+        for page in pages:
+            self._references[page] += 1
+            if page in self._idle:
+                del self._idle[page]
+                self._busy -= page in self._saving
+
+    def page_of(self, digest: PageHash) -> int | None:
+        return self._page_of.get(digest)
+
+    def is_idle(self, page: int) -> bool:
+        """Whether a page is cached: it is overwritten when no page is free."""
+        return page in self._idle
+
+    def save(self, pages: Iterable[int]) -> None:
+        """Begin to copy cached pages: nobody overwrites them until `saved`."""
+        for page in pages:
+            self._saving.add(page)
+            self._busy += 1
+
+    def saved(self, pages: Iterable[int]) -> None:
+        """The copies of these pages are over."""
+        for page in pages:
+            self._saving.remove(page)
+            if page in self._idle:
+                self._busy -= 1
+            elif not self._references[page]:  # it was forgotten meanwhile
+                self._free.append(page)
+
+    def at_risk(self, count: int) -> Iterator[tuple[int, PageHash]]:
+        """The cached pages that the next `count` allocations overwrite, with their content."""
+        for page in islice(self._idle, max(0, count - len(self._free))):
+            yield page, self._hash_of[page]
 
     def allocate(self, count: int) -> list[int] | None:
         """Hold `count` pages of no defined content, or None if there are not so many."""
         if count > self.available:
             return None
-        pages = []
-        for _ in range(count):
-            page = self._free.pop() if self._free else self._evict()
+        pages = [self._free.pop() for _ in range(min(count, len(self._free)))]
+        pages += self._evict(count - len(pages))
+        for page in pages:
             self._references[page] = 1
-            pages.append(page)
         return pages
 
     def publish(self, page: int, digest: PageHash) -> None:
@@ -136,7 +174,9 @@ class PagePool:
                 continue
             if page in self._hash_of:
                 self._idle[page] = None
-            else:
+                self.num_idled += 1
+                self._busy += page in self._saving
+            elif page not in self._saving:
                 self._free.append(page)
 
     def forget(self, pages: Iterable[int]) -> None:
@@ -146,7 +186,10 @@ class PagePool:
             if digest is not None:
                 del self._page_of[digest]
 
-    def _evict(self) -> int:
-        page, _ = self._idle.popitem(last=False)
-        del self._page_of[self._hash_of.pop(page)]
-        return page
+    def _evict(self, count: int) -> list[int]:
+        """Forget the oldest cached pages that may be overwritten."""
+        pages = list(islice((page for page in self._idle if page not in self._saving), count))
+        for page in pages:
+            del self._idle[page]
+            del self._page_of[self._hash_of.pop(page)]
+        return pages

@@ -1,13 +1,15 @@
 """How sequences take, share and give up pages of the KV cache. Pure."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice, takewhile
 
 from loraplex.server.engine.executor import ExecutorLimits
 from loraplex.server.engine.memory.pages import GroupPages, PageHash, PagePool, group_key
 from loraplex.server.engine.scheduling.sequence import Sequence
 from loraplex.server.engine.scheduling.states import SequenceStates
+from loraplex.server.engine.swapping.swaps import PageSwaps
 
+Knows = Callable[[PageHash], bool]
 # A prompt waits for another sequence's prefill of the same tokens if that saves at least this many.
 SHARE_WORTH_TOKENS = 64
 # Pages that one plan hashes at most to look prompts up while other sequences run. 16 pages take
@@ -23,16 +25,21 @@ class SequencePages:
     tokens that a step or two compute; it gives them up as the window leaves them.
 
     Where rows have states, pages are read up to a place whose state is kept.
+
+    Pages that the device has overwritten may lie below it (`swaps`), and come back.
     """
 
-    def __init__(self, limits: ExecutorLimits) -> None:
+    def __init__(self, limits: ExecutorLimits, stored: Iterable[PageHash] = ()) -> None:
         page_size = limits.page_size
         self.states = SequenceStates(limits)
         self._has_states = limits.has_states
         self.pool = PagePool(limits.num_pages, page_size)
+        self.swaps = PageSwaps(limits, self.pool, stored)
         self.windows = limits.page_windows
         # Whether sequences give up pages as they go on.
         self.has_windows = any(window is not None for window in self.windows)
+        # Whether pages of the first group may be known below the device alone, behind its window.
+        self._may_have_gaps = bool(self.swaps) and self.windows[:1] not in ((), (None,))
         self._step_tokens = limits.max_step_tokens
         # Full prompt pages that are being computed: the next pages of each sequence, enough to
         # decide whether another sequence waits for them.
@@ -58,7 +65,7 @@ class SequencePages:
         hashes, size = sequence.hashes, self.pool.page_size
         full = 0 if self._computes_all(sequence) else (len(sequence.tokens) - 1) // size
         while len(hashes) < full:
-            if hashes and not (hashes[-1] in self._computing or self._has(hashes[-1])):
+            if hashes and not (hashes[-1] in self._computing or self._knows(hashes[-1])):
                 break
             if others_wait and not self._budget:
                 return False
@@ -72,19 +79,60 @@ class SequencePages:
         Many sequences ask in every plan, so few pages are hashed. Hashing stops at the first page
         that is neither cached nor being computed, and where the wait is known to be worth it.
         """
-        if not self._computing:
+        coming = self.swaps.coming
+        if not (self._computing or coming):
             return False
         if self._has_states:
             return self._awaits_border(sequence)
         soon = 0
         for digest in self._readable(sequence):
-            if digest in self._computing:
+            if digest in self._computing or digest in coming:
                 soon += self.pool.page_size
                 if soon >= SHARE_WORTH_TOKENS:
                     return True
-            elif not self.pool.knows(digest):
+            elif not self._knows(digest):
                 return False
         return False
+
+    def fetch(self, sequence: Sequence, reserve: int) -> bool | None:
+        """Begin to bring pages back to the device from which a prompt can go on, and hold them.
+        None = there are none for which the prompt should wait. False unless all pages of its
+        prompt could be taken, and `reserve` pages a group be left.
+        """
+        keys, full = self._worth_fetching(sequence)
+        found = [(key, self.pool.page_of(key)) for key in keys]
+        held = [page for _, page in found if page is not None]
+        missing = [key for key, page in found if page is None]
+        if not missing:
+            return None
+        more = sum(
+            self.pool.pages_for(len(sequence.tokens)) - full if window is None else 1
+            for window in self.windows
+        )
+        spare = self.pool.available - reserve * self._groups
+        if spare < len(missing) + sum(map(self.pool.is_idle, held)) + more:
+            return False
+        self.pool.hold(held)
+        pages = self.pool.allocate(len(missing))
+        assert pages is not None
+        self.swaps.fetch(sequence.key, missing, pages, held)
+        return True
+
+    def _worth_fetching(self, sequence: Sequence) -> tuple[list[PageHash], int]:
+        """Keys of all pages that a prompt reads if it goes on from pages below the device, and how
+        many full pages lie before that place; no keys where that saves little."""
+        if not self.swaps:
+            return [], 0
+        tokens = self._reusable(sequence, self._known(sequence, self._knows), self._knows)
+        if tokens < SHARE_WORTH_TOKENS:
+            return [], 0
+        if tokens - self._reusable(sequence, self._known(sequence)) < SHARE_WORTH_TOKENS:
+            return [], 0
+        full = tokens // self.pool.page_size
+        keys = [key for group in range(self._groups) for key in self._seen(sequence, group, full)]
+        if tokens % self.pool.page_size:
+            keys += self._keys_of_last(sequence, tokens)
+        return keys, full
 
     def take(self, sequence: Sequence, reserve: int) -> bool:
         """Take pages, cached pages first: for all its tokens, and with a window for some. False
@@ -198,6 +246,8 @@ class SequencePages:
         for group in sequence.pages:
             self.pool.forget(group.pages)
         self.states.pool.forget(sequence.hashes)
+        numbers = range(self._groups)
+        self.swaps.forget(group_key(key, group) for key in sequence.hashes for group in numbers)
 
     def _give_up(self, sequence: Sequence) -> None:
         for group in sequence.pages:
@@ -216,24 +266,29 @@ class SequencePages:
         """The first page that the token at `position` sees."""
         return 0 if window is None else max(0, position - window + 1) // self.pool.page_size
 
-    def _known(self, sequence: Sequence) -> int:
-        """How many leading pages are cached in the first group."""
-        known = map(self._has, self._readable(sequence))
-        return sum(takewhile(bool, known))
+    def _known(self, sequence: Sequence, knows: Knows | None = None) -> int:
+        """How many leading pages are cached in the first group. knows: which are; None = those on
+        the device, and with a window also those below it, as far as nothing sees them."""
+        has = (self._knows if self._may_have_gaps else self._has) if knows is None else knows
+        return sum(takewhile(bool, map(has, self._readable(sequence))))
 
     def _has(self, digest: PageHash) -> bool:
         """Whether a page is cached in the first group. Without groups nothing needs to be."""
         return not self.windows or self.pool.knows(digest)
 
-    def _reusable(self, sequence: Sequence, count: int) -> int:
+    def _knows(self, digest: PageHash) -> bool:
+        """Whether a page is cached on the device or below it."""
+        return self._has(digest) or self.swaps.knows(digest)
+
+    def _reusable(self, sequence: Sequence, count: int, knows: Knows | None = None) -> int:
         """How many leading tokens need not be computed: in each group those pages are cached that
         the next token sees, and the state is kept. count: pages that are cached in the first
-        group."""
-        size = self.pool.page_size
-        if self._has_last(sequence, count):
+        group. knows: as of `_known`."""
+        size, knows = self.pool.page_size, knows or self.pool.knows
+        if self._has_last(sequence, count, knows):
             return sequence.left_at
         while count:
-            gap = self._gap(sequence, count)
+            gap = self._gap(sequence, count, knows)
             if gap is None and (not self._has_states or self._has_state(sequence, count * size)):
                 break
             count = count - 1 if gap is None else gap
@@ -242,20 +297,24 @@ class SequencePages:
     def _has_state(self, sequence: Sequence, tokens: int) -> bool:
         return self.states.pool.knows(sequence.digest_at(self.pool.page_size, tokens))
 
-    def _has_last(self, sequence: Sequence, count: int) -> bool:
+    def _has_last(self, sequence: Sequence, count: int, knows: Knows) -> bool:
         """Whether all is there that the sequence left when it gave up its row, within a page."""
         page, rest = divmod(sequence.left_at, self.pool.page_size)
         if not rest or page > count or not self._has_state(sequence, sequence.left_at):
             return False
-        digest = sequence.digest_at(self.pool.page_size, sequence.left_at)
-        keys = (group_key(digest, group) for group in range(self._groups))
-        return all(map(self.pool.knows, keys)) and self._gap(sequence, page) is None
+        keys = self._keys_of_last(sequence, sequence.left_at)
+        return all(map(knows, keys)) and self._gap(sequence, page, knows) is None
+
+    def _keys_of_last(self, sequence: Sequence, tokens: int) -> list[PageHash]:
+        """Keys of the pages that a sequence left when they were not full."""
+        digest = sequence.digest_at(self.pool.page_size, tokens)
+        return [group_key(digest, group) for group in range(self._groups)]
 
     def _hold_last(self, sequence: Sequence, tokens: int) -> None:
         """Hold the pages that a sequence left when they were not full."""
-        digest = sequence.digest_at(self.pool.page_size, tokens)
-        for number, group in enumerate(sequence.pages):
-            group.pages += self.pool.match([group_key(digest, number)])
+        keys = self._keys_of_last(sequence, tokens)
+        for key, group in zip(keys, sequence.pages, strict=True):
+            group.pages += self.pool.match([key])
 
     def _beside(self, sequence: Sequence) -> tuple[Sequence, int] | None:
         """A running sequence that computes the next page that this one could read, and how many
@@ -290,20 +349,26 @@ class SequencePages:
         sequence.beside = None
         return max(known * self.pool.page_size, 0 if beside is None else beside[1])
 
-    def _gap(self, sequence: Sequence, count: int) -> int | None:
+    def _gap(self, sequence: Sequence, count: int, knows: Knows) -> int | None:
         """A page that the token behind `count` pages sees in some group, and that is not cached."""
         position = count * self.pool.page_size
-        for group, window in enumerate(self.windows[1:], start=1):
+        for group, window in enumerate(self.windows):
+            if not (group or self._may_have_gaps):
+                continue
             for page in range(count - 1, self._first_seen(window, position) - 1, -1):
-                if not self.pool.knows(group_key(sequence.hashes[page], group)):
+                if not knows(group_key(sequence.hashes[page], group)):
                     return page
         return None
 
     def _cached(self, sequence: Sequence, group: int, count: int) -> GroupPages:
         """The cached pages of a group that the token behind `count` pages sees."""
         first = self._first_seen(self.windows[group], count * self.pool.page_size)
-        keys = (group_key(digest, group) for digest in sequence.hashes[first:count])
-        return GroupPages(first, self.pool.match(keys))
+        return GroupPages(first, self.pool.match(self._seen(sequence, group, count)))
+
+    def _seen(self, sequence: Sequence, group: int, count: int) -> list[PageHash]:
+        """Keys of the pages of a group that the token behind `count` pages sees."""
+        first = self._first_seen(self.windows[group], count * self.pool.page_size)
+        return [group_key(digest, group) for digest in sequence.hashes[first:count]]
 
     def _readable(self, sequence: Sequence, first: int = 0) -> Iterator[PageHash]:
         """Full pages that the sequence may read instead of computing, hashed one by one.

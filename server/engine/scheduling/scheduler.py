@@ -6,6 +6,7 @@ count, under one token budget a step. A plan may be made while earlier steps are
 
 from bisect import insort
 from collections import deque
+from collections.abc import Iterable
 
 from loraplex.server.constraints.wishes import ConstraintNews, MaskWish
 from loraplex.server.engine.admission import Refusal, num_ids, refuse, token_limit
@@ -14,8 +15,10 @@ from loraplex.server.engine.executor import (
     CopyNews,
     CopyUsable,
     ExecutorLimits,
+    PagesCopied,
     PictureIn,
 )
+from loraplex.server.engine.memory.pages import PageHash
 from loraplex.server.engine.memory.residency import AdapterArena
 from loraplex.server.engine.memory.scaled_slots import ScaledSlots
 from loraplex.server.engine.messages import (
@@ -51,7 +54,12 @@ from loraplex.server.engine.scheduling.sequence import (
     State,
     discard,
 )
-from loraplex.server.engine.scheduling.waits import Deadlines, GrammarWaits, SequenceRows
+from loraplex.server.engine.scheduling.waits import (
+    Deadlines,
+    GrammarWaits,
+    PageWaits,
+    SequenceRows,
+)
 from loraplex.server.protocol import ErrorCode, Finish, GenerateRequest
 
 
@@ -59,15 +67,18 @@ class Scheduler:
     """Single-threaded. A sequence gives up its row, pages and lease only when no step in flight
     contains it. Its terminal event does not wait for that."""
 
-    def __init__(self, limits: ExecutorLimits, config: SchedulerConfig) -> None:
+    def __init__(
+        self, limits: ExecutorLimits, config: SchedulerConfig, stored: Iterable[PageHash] = ()
+    ) -> None:
+        """stored: keys of pages on disk, as of `Executor.stored_pages`."""
         self.limits = limits
         self.config = config
-        self.pages = SequencePages(limits)
-        self.states = self.pages.states
+        self.pages = SequencePages(limits, stored)
+        self.states, self.swaps = self.pages.states, self.pages.swaps
         self.arena = AdapterArena(limits.arena_extents, limits.extent_bytes, limits.adapter_slots)
         self.loads = AdapterLoads(self.arena, config.max_loading, config.drain_after_s)
         self.shares = DeviceShares(limits, self.arena)
-        self.grammars = GrammarWaits()
+        self.grammars, self.fetches = GrammarWaits(), PageWaits(self.swaps)
         self.pictures = PictureLoads(limits.pictures)
         self.masks = MaskShare()
         self.drafting = Drafting(config.max_draft, config.draft_memory)
@@ -103,7 +114,7 @@ class Scheduler:
             self._fail(sequence, "deadline", "the deadline was over on arrival")
         elif (finish := finished_before(sequence, self._eos)) is not None:
             self._finish(sequence, finish)
-        elif self.stats().waiting >= self.config.max_waiting:
+        elif len(self._waiting) + self._num_parked >= self.config.max_waiting:
             self._fail(sequence, "overloaded", f"{self.config.max_waiting} sequences wait already")
         else:
             if deadline is not None:
@@ -158,6 +169,13 @@ class Scheduler:
         self._fail_waiters(self.loads.missing(digest, message), message)
 
     def copy_news(self, news: CopyNews, now: float) -> None:
+        if isinstance(news, PagesCopied):
+            self.swaps.over(news, now)
+            for sequence in self.fetches.take_served():
+                sequence.move(State.WAITING)
+                self._enqueue(sequence)
+            self.swaps.go_on(now)
+            return
         if isinstance(news, CopyUsable):
             self.loads.usable(news.digest, now)
             waiters = self.loads.take_waiters(news.digest)
@@ -205,7 +223,8 @@ class Scheduler:
 
     @property
     def _num_parked(self) -> int:
-        return self.loads.num_parked + len(self.grammars) + len(self.pictures)
+        loading = self.loads.num_parked + len(self.pictures) + len(self.fetches)
+        return loading + len(self.grammars)
 
     def next_deadline(self) -> float | None:
         """The time at which `plan` has something to do even if nothing else happens."""
@@ -227,6 +246,7 @@ class Scheduler:
             draft_tokens=self.drafting.drafted,
             accepted_draft_tokens=self.drafting.accepted,
             device_use=self.shares.use,
+            swaps=self.swaps.stats(),
         )
 
     def plan(self, now: float) -> StepPlan | None:
@@ -259,6 +279,7 @@ class Scheduler:
         if not (batch.sequences or self._in_flight) and self.prompts.forgive():
             self._add_prompts(batch, longer)
         self._ask()
+        self.swaps.go_on(now)
         if not batch.sequences:
             return None
         batch.load = self.prompts.end()
@@ -323,8 +344,23 @@ class Scheduler:
                 return True
             if self._departing or (sequence.in_flight and self.pages.has_windows):
                 return False  # pages come free at a commit
+            if self._give_way():
+                continue
+            if self.swaps.holds_pages:
+                return False  # pages come free when copies are over
             self._preempt(self._running[-1])
         return False
+
+    def _give_way(self, to: Sequence | None = None) -> bool:
+        """Have the last sequence that waits for pages give up those that it holds, to another one
+        before it. to: None = to any. Whether there was one."""
+        last = self.fetches.last(None if to is None else to.precedence)
+        if last is None:
+            return False
+        self.fetches.give_up(last)
+        last.move(State.WAITING)
+        self._enqueue(last)
+        return True
 
     def _preempt(self, sequence: Sequence) -> None:
         self._preemptions += 1
@@ -349,10 +385,24 @@ class Scheduler:
             if not self._has_adapter(sequence):
                 discard(self._waiting, sequence)
                 self._enqueue(sequence)
-            elif self.pages.take(sequence, reserve=len(self._running)):
-                self._start(batch, sequence)
-            else:
+            elif not self._begin(batch, sequence):
                 return  # in order: small ones must not overtake a large one for ever
+
+    def _begin(self, batch: Batch, sequence: Sequence) -> bool:
+        """Start a waiting sequence, or have it wait for pages that come back to the device. False:
+        there are not enough pages."""
+        while True:
+            reserve = len(self._running) + len(self.fetches)
+            is_coming = self.pages.fetch(sequence, reserve)
+            if is_coming:
+                discard(self._waiting, sequence)
+                self.fetches.park(sequence)
+                return True
+            if is_coming is None and self.pages.take(sequence, reserve):
+                self._start(batch, sequence)
+                return True
+            if not self._give_way(sequence):
+                return False
 
     def _has_row(self, sequence: Sequence) -> bool:
         """Whether a row is free for the sequence. With none free, the last running sequence is
@@ -494,6 +544,8 @@ class Scheduler:
             self.loads.unpark(sequence)
         elif sequence.state is State.NEEDS_GRAMMAR:
             self.grammars.abandon(sequence.key)
+        elif sequence.state is State.NEEDS_PAGES:
+            self.fetches.give_up(sequence)
         else:
             discard(self._waiting, sequence)
         sequence.move(State.FINISHED)

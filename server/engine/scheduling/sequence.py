@@ -34,6 +34,7 @@ class State(enum.Enum):
     WAITING = "waiting"  # for a row and pages
     NEEDS_ADAPTER = "needs_adapter"  # its adapter is not on the device
     NEEDS_PICTURES = "needs_pictures"  # results of its pictures are not on the device
+    NEEDS_PAGES = "needs_pages"  # pages of its prompt are on their way back to the device
     RUNNING = "running"  # holds a row, pages and its adapter's lease
     FINISHED = "finished"  # its terminal event is out; steps in flight may still use its pages
 
@@ -43,11 +44,12 @@ TRANSITIONS: dict[State, frozenset[State]] = {
     State.WAITING: frozenset(
         {
             *(State.NEEDS_GRAMMAR, State.NEEDS_ADAPTER, State.NEEDS_PICTURES),
-            *(State.RUNNING, State.FINISHED),
+            *(State.NEEDS_PAGES, State.RUNNING, State.FINISHED),
         }
     ),
     State.NEEDS_ADAPTER: frozenset({State.WAITING, State.FINISHED}),
     State.NEEDS_PICTURES: frozenset({State.WAITING, State.FINISHED}),
+    State.NEEDS_PAGES: frozenset({State.WAITING, State.FINISHED}),
     State.RUNNING: frozenset({State.WAITING, State.FINISHED}),
     State.FINISHED: frozenset(),
 }

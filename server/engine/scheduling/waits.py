@@ -1,9 +1,10 @@
-"""Waits of sequences for more than pages and adapters: rows, constraints, deadlines. Pure."""
+"""Waits of sequences for more than adapters: rows, constraints, pages, deadlines. Pure."""
 
 import heapq
 
 from loraplex.server.constraints.wishes import ConstraintWish
-from loraplex.server.engine.scheduling.sequence import Sequence, State
+from loraplex.server.engine.scheduling.sequence import BY_PRECEDENCE, Precedence, Sequence, State
+from loraplex.server.engine.swapping.swaps import PageSwaps
 
 # Most sequences end before their deadline. The heap keeps at most this many of them.
 _LEFTOVERS = 1000
@@ -68,6 +69,37 @@ class GrammarWaits:
         """Wishes since the last call, without those of sequences that have ended."""
         wishes, self._wishes = self._wishes, []
         return [wish for wish in wishes if wish.key in self._parked]
+
+
+class PageWaits:
+    """The sequences in state NEEDS_PAGES. Each holds pages of the device, and is the first to give
+    them up."""
+
+    def __init__(self, swaps: PageSwaps) -> None:
+        self._swaps = swaps
+        self._parked: dict[int, Sequence] = {}
+
+    def __len__(self) -> int:
+        return len(self._parked)
+
+    def park(self, sequence: Sequence) -> None:
+        sequence.move(State.NEEDS_PAGES)
+        self._parked[sequence.key] = sequence
+
+    def take_served(self) -> list[Sequence]:
+        """The sequences whose pages have come, or turned out not to be there; they are parked no
+        longer."""
+        return [self._parked.pop(key) for key in self._swaps.take_fetched()]
+
+    def last(self, after: Precedence | None = None) -> Sequence | None:
+        """The parked sequence that comes last, if it comes after this place."""
+        last = max(self._parked.values(), key=BY_PRECEDENCE, default=None)
+        return last if last is not None and (after is None or last.precedence > after) else None
+
+    def give_up(self, sequence: Sequence) -> None:
+        """The sequence waits no more, and its pages go."""
+        if self._parked.pop(sequence.key, None) is not None:
+            self._swaps.abandon(sequence.key)
 
 
 class Deadlines:

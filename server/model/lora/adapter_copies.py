@@ -4,7 +4,7 @@ finished on the device goes back to the host arena, so that it is finished once.
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from loraplex.server.engine.executor import (
 from loraplex.server.model.lora.arena_weights import Adapter
 from loraplex.server.model.lora.finishing import Finisher, Unfinished
 from loraplex.server.model.lora.lora import AdapterTable
+from loraplex.server.model.ops.transfers import coalesce, pin, unpin
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class AdapterCopies:
         self._host = torch.frombuffer(host_arena, dtype=torch.uint8) if host_arena else None
         self._stream = torch.cuda.Stream() if table.arena.is_cuda else None
         self._beside = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-        self._pinned = self._stream is not None and self._host is not None and _pin(self._host)
+        self._pinned = self._stream is not None and self._host is not None and pin(self._host)
         self._bytes_s = 0.0  # a running mean over copies; 0 = none has been made
         self._oldest_began = 0.0  # of all that move; perf_counter
         self._unusable: deque[_Moving] = deque()
@@ -140,7 +141,7 @@ class AdapterCopies:
         if self._pinned and self._host is not None and self._stream is not None:
             with suppress(RuntimeError):  # the device may be lost
                 self._stream.synchronize()
-            torch.cuda.cudart().cudaHostUnregister(self._host.data_ptr())
+            unpin(self._host)
         self._host = None
 
     def _start(self, copy: AdapterCopy) -> None:
@@ -282,35 +283,3 @@ def is_hidden(nbytes: int, bytes_s: float, spent_s: float) -> bool:
     began. bytes_s: how fast copies were, 0 if that is unknown; then nobody can tell.
     """
     return bytes_s > 0 and nbytes / bytes_s - spent_s <= HIDDEN_COPY_S
-
-
-def coalesce(
-    runs: Sequence[int], sources: Sequence[int], targets: Sequence[int]
-) -> list[tuple[int, int, int]]:
-    """(length, source, target) of the fewest copies that move these runs, all in extents.
-
-    An arena hands out single extents from its end, so that neighbours come in falling order.
-    """
-    joined: list[tuple[int, int, int]] = []
-    for source, target, run in sorted(zip(sources, targets, runs, strict=True)):
-        if joined:
-            length, first_source, first_target = joined[-1]
-            if (first_source + length, first_target + length) == (source, target):
-                joined[-1] = (length + run, first_source, first_target)
-                continue
-        joined.append((run, source, target))
-    return joined
-
-
-def _pin(host: torch.Tensor) -> bool:
-    """Pin the host memory, once at start: copies from pinned memory run at the bus's speed and
-    beside the host. Returns whether that worked.
-    """
-    status = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.numel(), 0))
-    if status:
-        text = "the host arena cannot be pinned (CUDA error %d): loads are slower, and steps wait"
-        log.warning(text, status)
-        # The runtime keeps the error, and the next kernel would be blamed for it.
-        with suppress(RuntimeError):
-            torch.zeros(1, device="cuda")
-    return status == 0

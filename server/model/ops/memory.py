@@ -35,6 +35,8 @@ _BLOCK_TOKENS = 64
 _PICTURE_TOKENS = 4096
 _CHUNK_PATCHES = 1 << 14
 _GIB = 1 << 30
+# What a file takes beside its page.
+_FILE_BYTES = 4096
 WORKSPACE = "workspace"
 MEMORY_ADVICE = (
     "Raise --gpu-memory-utilization, lower --adapter-memory, --kv-memory, --max-running,"
@@ -293,8 +295,8 @@ def split_prompts_bytes(attention: AttentionSpec, processors: int) -> int:
 def memory_table(
     model: ModelSpec, engine: EngineConfig, weights: int, others: int = 0
 ) -> tuple[MemoryLine, ...]:
-    """List all uses of the device's memory. weights, others: bytes of the model's weights, and of
-    other programs."""
+    """List all uses of memory of a device, and of its process below the device. weights, others:
+    bytes of the model's weights, and of other programs."""
     lines = (
         MemoryLine("weights", weights),
         MemoryLine("adapters", engine.adapter_memory),
@@ -305,6 +307,8 @@ def memory_table(
         MemoryLine("inputs of drafts", draft_inputs_bytes(model, engine)),
         MemoryLine("pictures", pictures_bytes(model, engine)),
         MemoryLine(WORKSPACE, workspace_bytes(model, engine)),
+        MemoryLine("KV cache", engine.host_kv_memory, "host"),
+        MemoryLine("KV cache", engine.disk_kv, "disk"),
     )
     return tuple(line for line in lines if line.nbytes)
 
@@ -317,7 +321,8 @@ def fill_device(model: ModelSpec, engine: EngineConfig, memory: DeviceMemory) ->
     """
     usable = int(memory.total * engine.gpu_memory_utilization)
     weights, others = memory.free_before - memory.free_now, memory.total - memory.free_before
-    table = memory_table(model, engine, weights, others)
+    lines = memory_table(model, engine, weights, others)
+    table = tuple(line for line in lines if line.where == "device")
     if engine.kv_memory:  # whoever asks for that much may leave a step less than the estimate
         asked = tuple(line for line in table if line.name != WORKSPACE)
         if sum(line.nbytes for line in asked) > memory.total:
@@ -353,6 +358,9 @@ def executor_limits(model: ModelSpec, engine: EngineConfig) -> ExecutorLimits:
     num_pages, least = engine.kv_memory // page if page else 0, page * len(windows)
     if num_pages < len(windows):
         raise ConfigError(f"--kv-memory is {engine.kv_memory} bytes; one page alone takes {least}")
+    if engine.host_kv_memory and engine.host_kv_memory < least:
+        what = f"one page alone takes {least}" if least else "the model keeps no keys and values"
+        raise ConfigError(f"--host-kv-memory is {engine.host_kv_memory} bytes; {what}")
     extents = engine.adapter_memory // engine.extent_bytes
     if engine.adapter_slots > 0 and extents < 1:
         raise ConfigError(
@@ -383,6 +391,8 @@ def executor_limits(model: ModelSpec, engine: EngineConfig) -> ExecutorLimits:
         token_bytes=page // engine.page_size * len(windows),
         num_devices=engine.shards,
         pictures=picture_limits(model, engine, max_context),
+        host_pages=engine.host_kv_memory // page if page else 0,
+        disk_pages=engine.disk_kv // (page + _FILE_BYTES) if page else 0,
     )
 
 

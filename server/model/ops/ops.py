@@ -47,6 +47,7 @@ class KVCache:
         token_scales: torch.Tensor | None = None,
     ) -> None:
         self.pool, self.groups, self.dtype = pool, groups, dtype
+        self.all_scales = token_scales
         self.page_size = page_size
         keys_of = {layer: of.keys_of for layer, of in model.attentions.items()}
         readers = {layer: other for layer, other in keys_of.items() if other is not None}

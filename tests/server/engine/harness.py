@@ -29,7 +29,7 @@ from loraplex.server.protocol import GenerateRequest, SamplingParams, TokenEvent
 from tests.certifying.certificates import CertifyOptions
 from tests.certifying.executor import CertifyingExecutor, FakeTicket
 from tests.server.engine.oracle import OracleSource
-from tests.server.invariants import check_arena, check_pool, check_snapshots
+from tests.server.invariants import check_arena, check_pool, check_snapshots, check_swaps
 
 LIMITS = ExecutorLimits(
     num_pages=24,
@@ -310,7 +310,9 @@ class Harness:
         committed = bool(self.tickets) and (plan is None or len(self.tickets) >= self.depth)
         if committed:
             self.commit()
-        busy = committed or filled or bool(self.tickets) or self.scheduler.loads.copying
+        swaps = self.scheduler.swaps
+        copying = self.scheduler.loads.copying or swaps.is_copying or swaps.next_look is not None
+        busy = committed or filled or bool(self.tickets) or copying
         return busy or bool(self.needed and self.auto_stage)
 
     def run(self, cycles: int = 2000) -> None:
@@ -322,6 +324,8 @@ class Harness:
 
     def exchange(self) -> None:
         self._make_constraints()
+        for pages in self.scheduler.swaps.take_copies():
+            self.executor.copy_pages(pages)
         loads = self.scheduler.loads.take()
         for copy in loads.copies:
             assert copy.layout.digest in self.held, "copied after its host block was given back"
@@ -344,6 +348,7 @@ class Harness:
 
     def check(self) -> None:
         check_pool(self.scheduler.pages.pool)
+        check_swaps(self.scheduler.swaps)
         check_arena(self.scheduler.arena)
         pieces = [piece for ticket in self.tickets for piece in ticket.plan.slices]
         written = [save.snapshot for piece in pieces for save in piece.saves]
@@ -381,6 +386,8 @@ class Harness:
         assert not self.scheduler.pages._computing
         assert not self.scheduler._departing
         assert not self.scheduler._sequences
+        assert not self.scheduler.swaps.coming
+        assert not self.scheduler.fetches
         assert not self.scheduler.loads._condemned
         assert len(self.taken) == self.segments
         pictures, limits = self.scheduler.pictures, self.limits.pictures

@@ -1,12 +1,14 @@
 """A scheduler over a real executor, with adapters of PEFT: requests in, answers out."""
 
 from collections.abc import Mapping
+from concurrent.futures import wait
 from typing import Any
 
 import msgspec
 
 from loraplex.server.engine.messages import SlabStaged
 from loraplex.server.engine.plan import StepPlan
+from loraplex.server.engine.scheduling.scheduler import Scheduler
 from loraplex.server.engine.scheduling.scheduler_config import SchedulerConfig
 from loraplex.server.protocol import GenerateRequest
 from tests.certifying.executor import FakeTicket
@@ -17,11 +19,19 @@ from tests.server.model.driver import Driver, Packed
 class Plain:
     """An executor whose tickets know their plans. No request is constrained."""
 
-    def __init__(self, executor: Any) -> None:
+    def __init__(self, driver: Driver) -> None:
+        executor: Any = driver.executor
         self.launch_it, self.collect_it = executor.launch, executor.collect
-        self.start_copy, self.poll_copies = executor.start_copy, executor.poll_copies
+        self.start_copy, self.copy_pages = executor.start_copy, executor.copy_pages
         self.start_picture, self.poll_pictures = executor.start_picture, executor.poll_pictures
         self.encode = executor.encode
+        self._poll, self._devices = executor.poll_copies, driver.devices()
+
+    def poll_copies(self) -> Any:
+        """A harness does not wait: what threads do with files is done by then."""
+        for device in self._devices:
+            wait([fault for moving in device._pages._moving for fault in moving.faults])
+        return self._poll()
 
     def launch(self, plan: StepPlan) -> FakeTicket:
         return FakeTicket(plan, self.launch_it(plan))
@@ -44,7 +54,9 @@ class Engine(Harness):
         """less: of limits, than the executor has."""
         config = SchedulerConfig(max_draft=max_draft)
         super().__init__(msgspec.structs.replace(driver.executor.limits, **less), depth, config)
-        self.executor = Plain(driver.executor)  # type: ignore[assignment]
+        stored = driver.executor.stored_pages
+        self.scheduler = Scheduler(self.limits, config, stored) if stored else self.scheduler
+        self.executor = Plain(driver)  # type: ignore[assignment]
         self.driver = driver
         self.packed = {each.layout.digest: each for each in adapters.values()}
         self.next_extent = 0

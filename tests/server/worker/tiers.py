@@ -15,7 +15,13 @@ from typing import Any, NamedTuple
 from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.manifest import SlabLayout
 from loraplex.adapters.slab.file import SlabFile, SlabSource
-from loraplex.server.engine.executor import AdapterCopy, CopyNews, CopyOver, ExecutorLimits
+from loraplex.server.engine.executor import (
+    AdapterCopy,
+    CopyNews,
+    CopyOver,
+    ExecutorLimits,
+    PagesCopied,
+)
 from loraplex.server.engine.loop import EngineLoop
 from loraplex.server.engine.memory.residency import AdapterArena, Placement
 from loraplex.server.engine.messages import (
@@ -179,6 +185,8 @@ class DeviceExecutor(CertifyingExecutor):
         self._copies += held_back
         self._ending += still_read
         for item in news:
+            if isinstance(item, PagesCopied):
+                continue
             copy = self.copying[item.digest]
             self.check_source(copy)
             if isinstance(item, CopyOver):

@@ -15,6 +15,8 @@ from loraplex.server.engine.executor import (
     CopySums,
     CopyUsable,
     Masks,
+    PageCopies,
+    PagesCopied,
 )
 from loraplex.server.engine.framing import receive_frame, send_frame
 from loraplex.server.engine.group.commands import (
@@ -22,6 +24,7 @@ from loraplex.server.engine.group.commands import (
     Answer,
     Command,
     Constrain,
+    CopyPages,
     Launch,
     StartCopy,
     UseCopy,
@@ -42,6 +45,7 @@ class Alone:
     limits: Any = None
     summary = ()
     memory = ()
+    stored_pages = (b"stored",)
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -57,6 +61,9 @@ class Alone:
 
     def start_copy(self, copy: AdapterCopy) -> None:
         self.calls.append(f"copy {copy.adapter_slot}")
+
+    def copy_pages(self, copies: PageCopies) -> None:
+        self.calls.append(f"pages {copies.number}")
 
     def poll_copies(self) -> list[CopyNews]:
         told, self.news = self.news, []
@@ -139,6 +146,19 @@ def test_a_copy_is_over_once_all_have_it(pair: Pair) -> None:
     assert pair.leader.poll_copies() == []
     pair.answer(CopyOver(2, "a"))
     assert pair.until_told() == [CopyOver(2, "a")]
+
+
+def test_pages_are_copied_once_all_have_them(pair: Pair) -> None:
+    """What failed in one process failed in all."""
+    copies = PageCopies(3, "read", slots=(4, 5, 6), keys=(b"a", b"b", b"c"))
+    pair.leader.copy_pages(copies)
+    assert pair.told() == CopyPages(copies)
+    assert pair.alone.calls == ["pages 3"]
+    assert pair.leader.stored_pages == (b"stored",)
+    pair.alone.news = [PagesCopied(3, (1,))]
+    assert pair.leader.poll_copies() == []
+    pair.answer(PagesCopied(3, (2,)))
+    assert pair.until_told() == [PagesCopied(3, (1, 2))]
 
 
 def test_a_slot_that_has_another_adapter_by_then(pair: Pair) -> None:

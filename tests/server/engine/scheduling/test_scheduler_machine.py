@@ -78,8 +78,11 @@ class SchedulerMachine(RuleBasedStateMachine):
                 ),
                 "has_states": st.sampled_from([False, False, True]),
                 "num_snapshots": st.sampled_from([0, 1, 2, 6]),
+                "host_pages": st.sampled_from([0, 2, 30]),
+                "disk_pages": st.sampled_from([0, 2, 60]),
             }
         ),
+        bad_percent=st.sampled_from([0, 0, 30, 100]),
         eos_percent=st.sampled_from([0, 5, 30]),
         copy_polls=st.integers(1, 3),
         ending_polls=st.integers(0, 3),
@@ -91,6 +94,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         eos_percent: int,
         copy_polls: int,
         ending_polls: int,
+        bad_percent: int,
     ) -> None:
         if not sizes["has_states"]:
             sizes["num_snapshots"] = 0
@@ -113,6 +117,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             step_s=lambda plan: 1e-3 * (5 + plan.num_tokens),
         )
         self.harness.runs = dict(RUNS)
+        pages = self.harness.executor.pages_below
+        pages.polls, pages.bad_percent = copy_polls, bad_percent
 
     @rule(wish=WISHES)
     def submit(self, wish: dict[str, Any]) -> None:
@@ -137,6 +143,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         key = data.draw(st.sampled_from(sorted(self.requests)))
         self.harness.abort(key)
         self.aborted.add(key)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def ask_again(self, data: st.DataObject) -> None:
+        """The same prompt, whose pages the device may have lost."""
+        request = self.requests[data.draw(st.sampled_from(sorted(self.requests)))]
+        again = msgspec.structs.replace(request, deadline_s=None)
+        self.requests[self.harness.submit(again)] = again
 
     @precondition(lambda self: self.harness.needed)
     @rule(data=st.data(), found=st.sampled_from([True, True, True, False]))

@@ -16,9 +16,10 @@ from loraplex.adapters.manifest import SlabLayout
 from loraplex.server.engine.executor import COPY_FAILED, AdapterCopy, CopyOver, CopyUsable
 from loraplex.server.engine.memory.residency import AdapterArena
 from loraplex.server.model.executor import TorchExecutor
-from loraplex.server.model.lora.adapter_copies import HIDDEN_COPY_S, coalesce, is_hidden
+from loraplex.server.model.lora.adapter_copies import HIDDEN_COPY_S, is_hidden
 from loraplex.server.model.lora.lora import Reach
 from loraplex.server.model.lora.output_vectors import OutputVectors
+from loraplex.server.model.ops.transfers import coalesce
 from loraplex.server.protocol import SamplingParams
 from tests.server.model.driver import (
     Driver,

@@ -11,7 +11,14 @@ import numpy as np
 import torch
 
 from loraplex.adapters.sharding import Shard
-from loraplex.server.engine.executor import AdapterCopy, CopyNews, CopySums, Masks
+from loraplex.server.engine.executor import (
+    AdapterCopy,
+    CopyNews,
+    CopySums,
+    Masks,
+    PageCopies,
+    PagesCopied,
+)
 from loraplex.server.engine.plan import SliceResult, StepPlan
 from loraplex.server.kernels.pointwise import sum_norm
 from loraplex.server.kernels.pointwise.shared_terms import SharedTerms
@@ -117,7 +124,8 @@ class Lockstep:
         self.groups = [ThreadGroup(Shard(i, count), self._table) for i in range(count)]
         self.devices: list[TorchExecutor] = self._all(lambda i: make(self.groups[i]))
         self._offered: list[list[CopySums]] = [[] for _ in range(count)]
-        self.limits = self.devices[0].limits
+        self._pages: dict[int, list[tuple[int, ...]]] = {}
+        self.limits, self.stored_pages = self.devices[0].limits, self.devices[0].stored_pages
         assert all(device.limits == self.limits for device in self.devices)
 
     def _all(self, call: Callable[[int], R]) -> list[R]:
@@ -158,9 +166,20 @@ class Lockstep:
     def start_copy(self, copy: AdapterCopy) -> None:
         self._all(lambda i: self.devices[i].start_copy(copy))
 
+    def copy_pages(self, copies: PageCopies) -> None:
+        self._all(lambda i: self.devices[i].copy_pages(copies))
+
     def poll_copies(self) -> list[CopyNews]:
-        """Of the first device. What the devices offer is added up as by a GroupExecutor."""
-        news = self._all(lambda i: self.devices[i].poll_copies())[0]
+        """Of the first device. What the devices offer is added up as by a GroupExecutor, and what
+        failed in one of them failed."""
+        each = self._all(lambda i: self.devices[i].poll_copies())
+        news = [item for item in each[0] if not isinstance(item, PagesCopied)]
+        for item in (item for found in each for item in found if isinstance(item, PagesCopied)):
+            ends = self._pages.setdefault(item.number, [])
+            ends.append(item.failed)
+            if len(ends) == len(self.devices):
+                failed = set[int]().union(*self._pages.pop(item.number))
+                news.append(PagesCopied(item.number, tuple(sorted(failed))))
         for index, sums in enumerate(self._all(lambda i: self.devices[i].sums_offered())):
             self._offered[index] += sums
         if all(self._offered):

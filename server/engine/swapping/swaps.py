@@ -1,0 +1,350 @@
+"""Which pages are copied between the device, host memory and the disk, and when. Pure.
+
+Pages are copied to host memory before the device needs their room, and from there to the disk
+before host memory needs it: those that would be overwritten next. So a page that is overwritten is
+mostly one of two. What is copied holds its page and its slot until the copy is over.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from loraplex.server.engine.executor import ExecutorLimits, PageCopies, PagesCopied, PageWay
+from loraplex.server.engine.memory.pages import PageHash, PagePool
+from loraplex.server.engine.messages import SwapStats
+from loraplex.server.engine.swapping.page_store import PageStore
+
+# Tokens whose pages are copied together. Two such copies of each way are under way at most, so
+# that the bus is never idle and a copy that is wanted soon waits for little.
+_TOKENS_TOGETHER = 1024
+_AT_ONCE = 2
+# Looking for pages to save takes some 0.1 ms. It is done again after so long.
+_LOOK_S = 0.02
+# A disk that took no page is left alone for so long.
+_DISK_REST_S = 10.0
+_NONE = SwapStats()
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """Pages that a parked sequence waits for. held: pages that it holds meanwhile: those that were
+    on the device, and those that come. left: copies that are not over."""
+
+    key: int
+    held: list[int]
+    left: int = 0
+    is_over: bool = False  # or given up
+
+
+@dataclass(slots=True, eq=False)
+class _Move:
+    """A page on its way. page: of the device. slot: in host memory. stored: its slot on disk.
+    is_void: its content is forgotten meanwhile."""
+
+    digest: PageHash
+    page: int = -1
+    slot: int = -1
+    stored: int = -1
+    fetch: Fetch | None = None
+    is_void: bool = False
+
+    @property
+    def is_wanted(self) -> bool:
+        return self.fetch is None or not self.fetch.is_over
+
+
+class PageSwaps:
+    """Host memory and the disk below a pool of pages.
+
+    `go_on` begins copies, and `over` takes their ends. The caller takes `take_copies` to the
+    executor, and the fetches that are over from `take_fetched`.
+    """
+
+    def __init__(
+        self, limits: ExecutorLimits, pool: PagePool, stored: Iterable[PageHash] = ()
+    ) -> None:
+        """stored: pages on disk, no more than there may be, those that give way first at the
+        front."""
+        self._pool = pool
+        self.host, self.disk = PageStore(limits.host_pages), PageStore(limits.disk_pages)
+        self._together = max(1, _TOKENS_TOGETHER // limits.page_size)
+        groups = max(1, len(limits.page_windows))
+        of_step = -(-limits.max_step_tokens // limits.page_size) * groups
+        # Pages that may be overwritten before a copy that begins now is over.
+        soon = of_step + _AT_ONCE * self._together
+        # No more than a half of what keeps them, so that saved pages do not push each other out.
+        self._to_save = max(1, min(soon, limits.host_pages // 2))
+        self._to_write = max(1, min(soon, limits.disk_pages // 2))
+        self._batches: dict[int, tuple[PageWay, list[_Move]]] = {}
+        self._queues: dict[PageWay, deque[_Move]] = {"in": deque(), "read": deque()}
+        self._moving: dict[PageWay, set[PageHash]] = {"out": set(), "write": set()}
+        self._fetches: dict[int, Fetch] = {}
+        self.coming: dict[PageHash, Fetch] = {}  # pages on their way to the device
+        self._copies: list[PageCopies] = []
+        self._fetched: list[Fetch] = []
+        self._number = 0
+        self._looks_at = self._writes_at = 0.0  # not before
+        self._seen_idled = 0
+        self._fetched_pages = 0
+        self._copied, self._failed = Counter[PageWay](), Counter[PageWay]()
+        for digest in stored:
+            if (taken := self.disk.take()) is not None:
+                self.disk.keep(taken.slot, digest)
+
+    def __bool__(self) -> bool:
+        return self.host.count > 0
+
+    @property
+    def is_copying(self) -> bool:
+        return bool(self._batches)
+
+    @property
+    def next_look(self) -> float | None:
+        """When `go_on` should look for pages to save, whatever else happens; None = there are no
+        new ones."""
+        return self._looks_at if self and self._pool.num_idled != self._seen_idled else None
+
+    @property
+    def holds_pages(self) -> bool:
+        """Whether pages of the device come free when copies are over."""
+        return any(way in ("out", "in") for way, _ in self._batches.values())
+
+    def knows(self, digest: PageHash) -> bool:
+        """Whether a page with this content lies below the device."""
+        return self.host.knows(digest) or self.disk.knows(digest)
+
+    def stats(self) -> SwapStats:
+        if not self:
+            return _NONE
+        host, disk = self.host.num_kept, self.disk.num_kept
+        return SwapStats(host, disk, self._fetched_pages, dict(self._copied), dict(self._failed))
+
+    # ---- fetches
+
+    def fetch(
+        self, key: int, missing: Sequence[PageHash], pages: Sequence[int], held: Sequence[int]
+    ) -> None:
+        """Bring pages that are known here to the device, for a sequence that waits for them.
+
+        pages: held ones of the device, for those that are missing. held: others that the sequence
+        holds meanwhile.
+        """
+        fetch = self._fetches[key] = Fetch(key, [*held, *pages], len(missing))
+        self._fetched_pages += len(missing)
+        for digest, page in zip(missing, pages, strict=True):
+            self.coming.setdefault(digest, fetch)
+            move = _Move(digest, page, fetch=fetch)
+            if self.host.knows(digest):
+                move.slot = self.host.use(digest)
+                self._queues["in"].append(move)
+            else:
+                move.stored = self.disk.use(digest)
+                self._queues["read"].append(move)
+
+    def abandon(self, key: int) -> None:
+        """The sequence waits no more. Copies that have begun go on for whoever comes next."""
+        self._end(self._fetches[key])
+
+    def take_fetched(self) -> list[int]:
+        """Keys of sequences whose fetches are over since the last call; some pages may have turned
+        out not to be there."""
+        fetched, self._fetched = self._fetched, []
+        return [fetch.key for fetch in fetched]
+
+    def _end(self, fetch: Fetch) -> None:
+        fetch.is_over = True
+        del self._fetches[fetch.key]
+        self.coming = {key: of for key, of in self.coming.items() if of is not fetch}
+        self._pool.release(fetch.held)
+
+    def _arrived(self, move: _Move) -> None:
+        fetch = move.fetch
+        if fetch is None or fetch.is_over:
+            return
+        fetch.left -= 1
+        if not fetch.left:
+            self._end(fetch)
+            self._fetched.append(fetch)
+
+    # ---- copies
+
+    def go_on(self, now: float) -> None:
+        """Begin the copies that there is reason and room for."""
+        if not self:
+            return
+        self._begin_queued("in")
+        self._begin_queued("read")
+        if now < self._looks_at or self.next_look is None:
+            return
+        idled = self._pool.num_idled
+        full = self._copy_out() == self._together
+        if self.disk.count and now >= self._writes_at:
+            full |= self._write() == self._together
+        if not full:
+            self._looks_at, self._seen_idled = now + _LOOK_S, idled
+
+    def take_copies(self) -> list[PageCopies]:
+        """Copies that begin now, in this order."""
+        copies, self._copies = self._copies, []
+        return copies
+
+    def over(self, news: PagesCopied, now: float) -> None:
+        """These copies are over."""
+        way, moves = self._batches.pop(news.number)
+        failed = set(news.failed)
+        self._copied[way] += len(moves) - len(failed)
+        self._failed[way] += len(failed)
+        if way == "write" and failed:
+            self._writes_at = now + _DISK_REST_S
+        end = {"out": self._is_out, "in": self._is_in, "write": self._is_written}
+        for place, move in enumerate(moves):
+            if way == "read":
+                self._is_read(move, is_there=place not in failed)
+            elif way in end:
+                end[way](move, place not in failed and not move.is_void)
+        if way == "out":
+            self._pool.saved(move.page for move in moves)
+            self._seen_idled = -1  # there may be more
+
+    def forget(self, digests: Iterable[PageHash]) -> None:
+        """No sequence may read these pages any more, wherever they are."""
+        if not self:
+            return
+        gone = set(digests)
+        for digest in gone:
+            self.host.forget(digest)
+            self._drop(digest)
+        for _, moves in self._batches.values():
+            for move in moves:
+                move.is_void |= move.digest in gone
+        for queue in self._queues.values():
+            for move in queue:
+                move.is_void |= move.digest in gone
+
+    def _copy_out(self) -> int:
+        """Copy pages to host memory that the device overwrites soon; how many."""
+        moving = self._moving["out"]
+        room = min(self._room("out"), max(1, self._pool.available // 2))
+        moves = list[_Move]()
+        for page, digest in self._pool.at_risk(self._to_save):
+            if len(moves) >= room:
+                break
+            if digest in moving or self.host.knows(digest):
+                continue
+            taken = self.host.take()
+            if taken is None:
+                break
+            moves.append(_Move(digest, page, taken.slot))
+        self._pool.save(move.page for move in moves)
+        moving.update(move.digest for move in moves)
+        self._begin("out", moves)
+        return len(moves)
+
+    def _is_out(self, move: _Move, is_there: bool) -> None:
+        self._moving["out"].discard(move.digest)
+        if is_there:
+            self.host.keep(move.slot, move.digest)
+        else:
+            self.host.give_back(move.slot)
+
+    def _is_in(self, move: _Move, is_there: bool) -> None:
+        self.host.let_go(move.slot)
+        if is_there:
+            self._pool.publish(move.page, move.digest)
+        self._pool.release([move.page])
+        self._arrived(move)
+
+    def _write(self) -> int:
+        """Copy pages to disk that host memory gives up soon; how many."""
+        moving, room = self._moving["write"], self._room("write")
+        moves = list[_Move]()
+        for digest in self.host.at_risk(self._to_write):
+            if len(moves) >= room:
+                break
+            if digest in moving or self.disk.knows(digest):
+                continue
+            taken = self.disk.take()
+            if taken is None:
+                break
+            if taken.evicted is not None:
+                self._remove(taken.evicted)
+            moves.append(_Move(digest, slot=self.host.hold(digest), stored=taken.slot))
+        moving.update(move.digest for move in moves)
+        self._begin("write", moves)
+        return len(moves)
+
+    def _is_written(self, move: _Move, is_there: bool) -> None:
+        self._moving["write"].discard(move.digest)
+        self.host.let_go(move.slot)
+        if is_there:
+            self.disk.keep(move.stored, move.digest)
+            return
+        self.disk.give_back(move.stored)
+        self._remove(move.digest)  # other processes may have written theirs
+
+    def _is_read(self, move: _Move, *, is_there: bool) -> None:
+        self.disk.let_go(move.stored)
+        if not is_there:
+            self._drop(move.digest)
+        if move.is_void or not is_there:
+            self.host.give_back(move.slot)
+            self._arrived(move)
+            return
+        self.host.keep(move.slot, move.digest)
+        if move.is_wanted:
+            move.slot = self.host.hold(move.digest)
+            self._queues["in"].append(move)
+
+    def _drop(self, digest: PageHash) -> None:
+        if self.disk.forget(digest):
+            self._remove(digest)
+
+    def _remove(self, digest: PageHash) -> None:
+        """Remove a page's file, in the order of what is written."""
+        self._number += 1
+        self._batches[self._number] = ("drop", [])
+        self._copies.append(PageCopies(self._number, "drop", keys=(digest,)))
+
+    def _begin_queued(self, way: PageWay) -> None:
+        queue, moves = self._queues[way], list[_Move]()
+        while queue and len(moves) < self._room(way):
+            move = queue[0]
+            if not move.is_wanted or move.is_void:
+                self._withdraw(way, queue.popleft())
+                continue
+            if way == "read":
+                taken = self.host.take()
+                if taken is None:
+                    break
+                move.slot = taken.slot
+            moves.append(queue.popleft())
+        if way == "in":
+            self._pool.hold(move.page for move in moves)
+        self._begin(way, moves)
+
+    def _withdraw(self, way: PageWay, move: _Move) -> None:
+        if way == "in":
+            self.host.let_go(move.slot)
+        else:
+            self.disk.let_go(move.stored)
+        self._arrived(move)
+
+    def _room(self, way: PageWay) -> int:
+        """Pages that may begin now, in one copy."""
+        under_way = sum(each == way for each, _ in self._batches.values())
+        return self._together if under_way < _AT_ONCE else 0
+
+    def _begin(self, way: PageWay, moves: list[_Move]) -> None:
+        if not moves:
+            return
+        self._number += 1
+        self._batches[self._number] = (way, moves)
+        on_device = way in ("out", "in")
+        copies = PageCopies(
+            self._number,
+            way,
+            tuple(move.page for move in moves) if on_device else (),
+            tuple(move.slot for move in moves),
+            () if on_device else tuple(move.digest for move in moves),
+        )
+        self._copies.append(copies)

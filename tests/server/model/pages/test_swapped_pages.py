@@ -1,0 +1,168 @@
+"""Pages that leave the device and come back: bit for bit, and in answers."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from loraplex.server.engine.executor import PageCopies, PagesCopied
+from loraplex.server.model.pages.page_copier import PageCopier
+from tests.server.model.engine import Engine
+from tests.server.model.families.test_snapshots import Tried
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning"),
+]
+BELOW: dict[str, Any] = {"host_kv_memory": 4 << 20, "kv_memory": 1 << 19}
+
+
+def shuffled(kind: int, count: int = 90) -> list[int]:
+    return [3 + (i * i + kind * 31 * (i + 1)) % 90 for i in range(count)]
+
+
+@pytest.fixture(scope="module")
+def tried(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Tried]]:
+    """Bases with two adapters, by family and number of devices."""
+    made: dict[str, Tried] = {}
+
+    def find(row: str, shards: int = 1, **changes: Any) -> Tried:
+        key = f"{row} {shards} {sorted(changes)}"
+        if key not in made:
+            made[key] = Tried(tmp_path_factory.mktemp("model"), row, shards, **BELOW, **changes)
+        return made[key]
+
+    yield find
+    for each in made.values():
+        each.driver.close()
+
+
+def lose(tried: Tried, engine: Engine, kinds: range) -> None:
+    for kind in kinds:
+        engine.submit(tried.wish(shuffled(kind)))
+        engine.run()
+
+
+@pytest.mark.parametrize(
+    ("row", "shards", "changes"),
+    [
+        ("llama3", 1, {}),
+        ("llama3", 2, {}),
+        ("gemma3", 1, {}),
+        ("llama3", 1, {"kv_dtype": "int8"}),
+        ("qwen3.5", 1, {}),
+    ],
+    ids=str,
+)
+def test_answers_after_pages_came_back(
+    tried: Callable[..., Tried], row: str, shards: int, changes: dict[str, Any]
+) -> None:
+    """Of the base and of an adapter, as transformers and PEFT say. In int8, the same as before."""
+    base = tried(row, shards, **changes)
+    engine = base.engine(num_pages=60 * len(base.driver.executor.limits.page_windows))
+    wishes = [base.wish(shuffled(0)), base.wish(shuffled(1), "rank16")]
+    before = engine.answers(*wishes)
+    lose(base, engine, range(2, 7))
+    hits = engine.hits
+    if changes:
+        assert engine.answers(*wishes) == before
+    else:
+        base.ask(engine, *wishes)
+    assert engine.hits - hits >= 100
+    assert engine.scheduler.stats().swaps.fetched > 20
+    engine.assert_at_rest()
+
+
+def test_answers_after_a_preemption(tried: Callable[..., Tried]) -> None:
+    base = tried("llama3")
+    engine = base.engine(num_pages=44)
+    wishes = [
+        base.wish(shuffled(kind, 50), name, max_tokens=50)
+        for kind, name in enumerate((None, "rank16"))
+    ]
+    base.ask(engine, *wishes)
+    assert engine.scheduler.stats().preemptions
+    assert engine.scheduler.stats().swaps.fetched
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_pages_of_an_earlier_start(shards: int, tmp_path: Path) -> None:
+    """Written by one engine, read by the next; a file that was changed is computed again."""
+    below = {
+        **BELOW,
+        "host_kv_memory": 1 << 19,
+        "disk_kv": 8 << 20,
+        "kv_folder": str(tmp_path / "kv"),
+    }
+    base = Tried(tmp_path / "model", "llama3", shards, **below)
+    engine = base.engine(num_pages=60)
+    lose(base, engine, range(8))
+    base.driver.close()
+    again = base.driver.executor = base.driver.make_executor(None)
+    assert len(again.stored_pages) > 30
+    engine = base.engine(num_pages=60)
+    base.ask(engine, base.wish(shuffled(0)))
+    assert engine.hits >= 48
+    assert engine.scheduler.stats().swaps.copied["read"] > 10
+    for path in (tmp_path / "kv").rglob("*.page"):
+        content = bytearray(path.read_bytes())
+        content[-40] ^= 1
+        path.write_bytes(content)
+    lose(base, engine, range(20, 26))
+    base.ask(engine, base.wish(shuffled(1)), base.wish(shuffled(2)))
+    assert engine.scheduler.stats().swaps.failed["read"]
+    base.driver.close()
+
+
+def copied(copier: PageCopier, copies: PageCopies) -> None:
+    copier.start(copies)
+    found: list[PagesCopied] = []
+    while not found:
+        found = copier.poll()
+    assert found == [PagesCopied(copies.number)]
+
+
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("after_steps", [False, True])
+def test_bits_are_the_same(device: str, kept: torch.dtype, after_steps: bool) -> None:
+    """Any bits, NaN among them; neighbours in any order; with scales and without."""
+    numbers = torch.randint(0, 256, (12, 64), dtype=torch.uint8).to(device)
+    pools = [numbers.view(kept)]
+    if kept is torch.int8:
+        scales = torch.randint(0, 256, (12, 16), dtype=torch.uint8).to(device)
+        pools.append(scales.view(torch.float32))
+    slots, nbytes = 8, sum(pool.view(torch.uint8).shape[1] for pool in pools)
+    memory = memoryview(bytearray(slots * nbytes + 5))
+    copier = PageCopier(pools, memory, slots, None, after_steps=after_steps)
+    before = [pool.view(torch.uint8).clone() for pool in pools]
+    copied(copier, PageCopies(1, "out", (3, 4, 5, 9, 0), (6, 7, 2, 3, 0)))
+    copied(copier, PageCopies(2, "in", (11, 1, 2, 7, 6), (6, 7, 2, 3, 0)))
+    for pool, was in zip(pools, before, strict=True):
+        now = pool.view(torch.uint8)
+        assert torch.equal(now[[11, 1, 2, 7, 6]], was[[3, 4, 5, 9, 0]])
+        assert torch.equal(now[[0, 3, 4, 5, 8, 9, 10]], was[[0, 3, 4, 5, 8, 9, 10]])
+    copier.close()
+
+
+@pytest.mark.gpu
+@NO_GPU
+def test_copies_beside_steps_do_not_wait_for_them() -> None:
+    """On a device that is busy for long, `start` and `poll` return at once, and the copy ends
+    before the steps do."""
+    pool = torch.randint(0, 100, (64, 1 << 16), dtype=torch.int8, device="cuda")
+    memory = memoryview(bytearray(64 << 16))
+    copier = PageCopier([pool], memory, 64, None, after_steps=False)
+    torch.cuda._sleep(4_000_000_000)
+    busy = torch.cuda.Event()
+    busy.record()
+    copied(copier, PageCopies(1, "out", tuple(range(64)), tuple(range(64))))
+    assert not busy.query()
+    torch.cuda.synchronize()
+    copier.close()

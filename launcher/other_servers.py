@@ -71,8 +71,9 @@ the chat template tells; `--tool-format` and `--reasoning-format` override it ::
   --reasoning-parser --chat-template-content-format
 answers are held to a shape in one way, always on :: --guided-decoding-* --structured-outputs-config
   --grammar-backend
-keys and values stay on the device :: --swap-space --watermark --schedule-conservativeness
-  --kv-offloading-* --enable-hierarchical-cache --enable-hicache --hicache-*
+`--host-kv-memory` and `--disk-kv` keep keys and values below the device :: --swap-space
+  --watermark --schedule-conservativeness --kv-offloading-*
+  --enable-hierarchical-cache --enable-hicache --hicache-*
 a lower `priority` goes first, then tenants and adapters take turns :: --scheduling-policy
   --schedule-* --enable-priority-scheduling --async-scheduling! --stream-interval
 `--log-requests` and `--log-format` say what is logged :: --uvicorn-log-level --log-level

@@ -85,6 +85,7 @@ class WorkerCard {
       this.device.canvas,
       h("div", { class: "arena-head" }, h("span", { class: "tier" }, "Host"), this.captions.host),
       this.host.canvas,
+      (this.below = h("div", { class: "below" })),
     );
     const figures = Object.entries(this.figures).map(([name, dd]) => h("div", {}, h("dt", {}, name), dd));
     this.node = h(
@@ -117,6 +118,7 @@ class WorkerCard {
       setAttribute(this.deviceName, "title", uses.join(", "));
       this.arena("device", worker, style, picked);
       this.arena("host", worker, style, picked);
+      this.floor(worker);
     }
     sparkline(this.chart, rates, 1);
   }
@@ -125,6 +127,17 @@ class WorkerCard {
     this[tier].show(worker, style[tier], picked);
     const { count, used, total } = this[tier];
     setText(this.captions[tier], `${plural(count, "adapter")} · ${bytes(used)} of ${bytes(total)}`);
+  }
+
+  /** Keys and values below the device: a bar for each place. */
+  floor(worker) {
+    const rows = worker.kept_pages.map(([where, used, total]) => {
+      const caption = `${digits(used)} of ${plural(total, "page")}`;
+      const name = where === "host" ? "KV in host memory" : "KV on disk";
+      const head = h("div", { class: "arena-head" }, h("span", { class: "tier" }, name), h("span", { class: "caption" }, caption));
+      return [head, h("progress", { max: total, value: used, "aria-label": `${name}: ${caption}` })];
+    });
+    this.below.replaceChildren(...rows.flat());
   }
 
   figure(name, text) {

@@ -205,14 +205,26 @@ def _ready(executor: Executor[Any], config: EngineConfig) -> EngineReady:
         adapter_slots=limits.adapter_slots,
         shards=config.shards,
         memory=executor.memory,
+        host_pages=limits.host_pages,
+        disk_pages=limits.disk_pages,
         summary=(
             _cache_line(limits),
+            *_lines_below(limits),
             f"adapters: {arena_bytes / 2**20:.0f} MiB, at most {limits.adapter_slots} at once",
             f"a step: at most {limits.max_rows} sequences, {limits.max_step_tokens} tokens",
             *_memory_lines(executor.memory),
             *executor.summary,
         ),
     )
+
+
+def _lines_below(limits: ExecutorLimits) -> Iterator[str]:
+    """How much is kept below the device, for a person."""
+    pages, size, windows = limits.host_pages, limits.page_size, limits.page_windows
+    if pages:
+        on_host = tokens_together(pages, size, windows, each=size)
+        on_disk = tokens_together(limits.disk_pages, size, windows, each=size)
+        yield f"below it: {on_host} tokens in host memory, {on_disk} on disk"
 
 
 def _memory_lines(memory: Iterable[MemoryLine]) -> Iterator[str]:

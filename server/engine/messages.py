@@ -128,7 +128,7 @@ class StartProgress(msgspec.Struct, frozen=True, array_like=True, tag="sp"):
 class EngineReady(msgspec.Struct, frozen=True, array_like=True, tag="er"):
     """Report that the engine is ready: all memory is allocated and warm. summary: lines for a
     person (memory split, back ends). shards: devices that share the model; arena_bytes, memory: of
-    each.
+    each. host_pages, disk_pages: pages that may lie below the device.
     """
 
     total_pages: int
@@ -143,6 +143,8 @@ class EngineReady(msgspec.Struct, frozen=True, array_like=True, tag="er"):
     adapter_slots: int = 0
     shards: int = 1
     memory: tuple[MemoryLine, ...] = ()
+    host_pages: int = 0
+    disk_pages: int = 0
 
 
 class EngineFailed(msgspec.Struct, frozen=True, array_like=True, tag="ef"):

@@ -241,7 +241,7 @@ def host_pages_mapped(config: EngineConfig) -> memoryview:
 
 
 def make_copier(config: EngineConfig, parts: Parts, memory: memoryview) -> PageCopier:
-    """What copies pages of the cache. memory: of `host_pages_mapped`. Raises ConfigError."""
+    """Make the copier of the cache's pages. memory: of `host_pages_mapped`. Raises ConfigError."""
     cache, shard = parts.cache, parts.group.shard
     pools = [pool for pool in (cache.pool, cache.all_scales) if pool is not None]
     files = None

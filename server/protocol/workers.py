@@ -112,7 +112,8 @@ class WorkerPicture(msgspec.Struct, frozen=True, array_like=True, tag="wp"):
     version: of `places`; None = as the router has them. places_left_out: above the bound.
     restarts: engines lost since the worker was started. shards: devices that share its model.
     draft_tokens: that steps checked; accepted_draft_tokens: those that were right.
-    memory: what fills a device, with bytes of each; () = nobody counts.
+    memory: what fills a device, with bytes of each; () = nobody counts. kept_pages: of keys and
+    values below the device: where, how many are there, and how many can be; () = none can.
     """
 
     order_id: str
@@ -134,6 +135,7 @@ class WorkerPicture(msgspec.Struct, frozen=True, array_like=True, tag="wp"):
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
     memory: tuple[tuple[str, int], ...] = ()
+    kept_pages: tuple[tuple[Literal["host", "disk"], int, int], ...] = ()
 
 
 class VectorForm(msgspec.Struct, frozen=True):

@@ -3,7 +3,8 @@
 It receives changes and is asked at most once a second; it decides nothing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Literal
 
 from loraplex.server.engine.memory.extents import Span, each
 from loraplex.server.engine.messages import AdapterPlaced, EngineReady, EngineStats, StepOutput
@@ -12,6 +13,7 @@ from loraplex.server.worker.adapters.adapter_orders import AdapterOrders
 from loraplex.server.worker.adapters.host_tier import HostTier
 
 MAX_PLACES = 4096
+KeptPages = tuple[Literal["host", "disk"], int, int]
 
 
 class DevicePlaces:
@@ -43,6 +45,14 @@ class DevicePlaces:
     def clear(self) -> None:
         self._spans.clear()
         self._owners.clear()
+
+
+def _kept_pages(ready: EngineReady, stats: EngineStats) -> Iterator[KeptPages]:
+    """Pages below the device, as of `WorkerPicture.kept_pages`."""
+    if ready.host_pages:
+        yield "host", stats.swaps.host, ready.host_pages
+    if ready.disk_pages:
+        yield "disk", stats.swaps.disk, ready.disk_pages
 
 
 class Inspector:
@@ -103,6 +113,7 @@ class Inspector:
             places_left_out=self._left_out,
             shards=ready.shards,
             memory=tuple(line[:2] for line in ready.memory if line.where == "device"),
+            kept_pages=tuple(_kept_pages(ready, stats)),
             draft_tokens=stats.draft_tokens,
             accepted_draft_tokens=stats.accepted_draft_tokens,
         )

@@ -11,8 +11,15 @@ from prometheus_client import CollectorRegistry, Counter
 from loraplex.adapters.common.meters import COUNT_BUCKETS, LATENCY_BUCKETS_S, STEP_BUCKETS_S, Meters
 from loraplex.adapters.errors import AdapterErrorCode
 from loraplex.adapters.ref import RefSource
+from loraplex.server.engine.executor import PageWay
 from loraplex.server.engine.memory.eviction import EvictionReason
-from loraplex.server.engine.messages import EngineReady, EngineStats, GrammarFault, StepOutput
+from loraplex.server.engine.messages import (
+    EngineReady,
+    EngineStats,
+    GrammarFault,
+    StepOutput,
+    SwapStats,
+)
 from loraplex.server.protocol import ErrorCode, Finish
 
 # Where a sequence's adapter was when the sequence came.
@@ -21,6 +28,7 @@ LookupTier = Literal["device", "loading", "host", "disk"]
 # device. The last is also measured without waits for room, other copies and steps.
 LoadPhase = Literal["fetch", "check", "stage", "copy", "transfer"]
 DeviceUseOf = Literal["adapters", "base", "late", "copies"]
+_COPIED: tuple[PageWay, ...] = ("out", "in", "write", "read")
 StepPhase = Literal["plan", "launch", "wait", "commit", "masks"]
 
 
@@ -118,7 +126,7 @@ class WorkerMetrics:
         meters = self.meters
         self.free_pages = meters.gauge("free_kv_pages", "KV pages that are free or merely cached")
         self.total_pages = meters.gauge("kv_pages", "KV pages in all")
-        self.preemptions = meters.counter("preemptions", "Sequences recomputed later")
+        self.preemptions = meters.counter("preemptions", "Sequences put aside, to go on later")
         self.draft_tokens = meters.counter("draft_tokens", "Tokens of drafts that steps checked")
         self.accepted_draft_tokens = meters.counter(
             "accepted_draft_tokens",
@@ -127,6 +135,27 @@ class WorkerMetrics:
         self.prompt_tokens = meters.counter("prompt_tokens", "Prompt tokens accepted")
         self.prefix_hits = meters.counter(
             "prefix_hit_tokens", "Prompt tokens found in the prefix cache"
+        )
+        self.kept_pages = meters.gauge(
+            "kept_kv_pages", "KV pages below the device, by tier", {"tier": ("host", "disk")}
+        )
+        self.kept_limit = meters.gauge(
+            "kept_kv_pages_limit", "KV pages that may be there", {"tier": ("host", "disk")}
+        )
+        self.page_copies = meters.counter(
+            "kv_page_copies",
+            "KV pages copied, by way: out of the device into host memory, in again, written to"
+            " disk, read from there",
+            {"way": _COPIED},
+        )
+        self.page_faults = meters.counter(
+            "kv_page_faults",
+            "KV pages that a disk did not take, or did not give back as they were written; these"
+            " are computed again",
+            {"way": ("write", "read")},
+        )
+        self.fetched_pages = meters.counter(
+            "fetched_kv_pages", "KV pages that sequences waited for instead of computing them"
         )
 
     def _declare_adapters(self) -> None:
@@ -196,6 +225,8 @@ class WorkerMetrics:
         self.devices.set(ready.shards)
         self.total_pages.set(ready.total_pages)
         self.adapter_limit.labels("device").set(ready.arena_bytes)
+        self.kept_limit.labels("host").set(ready.host_pages)
+        self.kept_limit.labels("disk").set(ready.disk_pages)
         self._seen = EngineStats()
 
     def stepped(self, output: StepOutput) -> None:
@@ -251,6 +282,18 @@ class WorkerMetrics:
             grown = getattr(stats.device_use, use) - getattr(seen.device_use, use)
             self.device_seconds.labels(use).inc(max(grown, 0.0))
         self._note_evictions("device", seen.evictions, stats.evictions)
+        self._note_swaps(seen.swaps, stats.swaps)
+
+    def _note_swaps(self, seen: SwapStats, now: SwapStats) -> None:
+        self.kept_pages.labels("host").set(now.host)
+        self.kept_pages.labels("disk").set(now.disk)
+        self.fetched_pages.inc(max(now.fetched - seen.fetched, 0))
+        for way in _COPIED:
+            copied = now.copied.get(way, 0) - seen.copied.get(way, 0)
+            self.page_copies.labels(way).inc(max(copied, 0))
+        for way in ("write", "read"):
+            failed = now.failed.get(way, 0) - seen.failed.get(way, 0)
+            self.page_faults.labels(way).inc(max(failed, 0))
 
     def note_host_evictions(self, evictions: Mapping[EvictionReason, int]) -> None:
         seen, self._seen_on_host = self._seen_on_host, dict(evictions)

@@ -65,7 +65,7 @@ def test_a_line_of_another_server_is_ours(words: tuple[str, ...], ours: str) -> 
         (("--max_cpu_loras=16",), "--host-adapter-memory"),
         (("--tool-call-parser", "hermes"), "--tool-format and --reasoning-format"),
         (("--disable-radix-cache",), "--disable-radix-cache has no effect"),
-        (("--swap-space", "4"), "keys and values stay on the device"),
+        (("--swap-space", "4"), "keep keys and values below the device"),
     ],
 )
 def test_what_has_no_effect_is_said_once(words: tuple[str, ...], says: str) -> None:

@@ -110,7 +110,8 @@ class WorkerObject(msgspec.Struct, frozen=True):
     in_use: digest -> sequences in flight. Counts (tokens, evictions, preemptions) begin with the
     engine; restarts: engines lost since the worker was started.
     shards: devices that share its model, each with as many extents. extents: of `extent_bytes`
-    each. memory: [use, bytes] of all that fills a device; [] = not known. places: null = as in the
+    each. memory: [use, bytes] of all that fills a device; [] = not known. kept_pages: of keys and
+    values below the device, [where, pages there, pages that can be]. places: null = as in the
     event before.
     """
 
@@ -140,6 +141,7 @@ class WorkerObject(msgspec.Struct, frozen=True):
     host_extents: int = 0
     shards: int = 1
     memory: tuple[tuple[str, int], ...] = ()
+    kept_pages: tuple[tuple[Literal["host", "disk"], int, int], ...] = ()
     in_use: dict[str, int] = {}
     places: tuple[PlaceObject, ...] | None = None
     places_left_out: int = 0

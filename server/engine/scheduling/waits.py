@@ -1,4 +1,4 @@
-"""Waits of sequences for more than adapters: rows, constraints, pages, deadlines. Pure."""
+"""Rows, constraints and pages that sequences wait for, and their deadlines. Pure."""
 
 import heapq
 

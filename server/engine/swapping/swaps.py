@@ -189,7 +189,7 @@ class PageSwaps:
         return copies
 
     def over(self, news: PagesCopied, now: float) -> None:
-        """These copies are over."""
+        """Note the end of copies."""
         way, moves = self._batches.pop(news.number)
         failed = set(news.failed)
         self._copied[way] += len(moves) - len(failed)

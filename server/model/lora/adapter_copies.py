@@ -21,7 +21,7 @@ from loraplex.server.engine.executor import (
 from loraplex.server.model.lora.arena_weights import Adapter
 from loraplex.server.model.lora.finishing import Finisher, Unfinished
 from loraplex.server.model.lora.lora import AdapterTable
-from loraplex.server.model.ops.transfers import coalesce, pin, unpin
+from loraplex.server.model.pages.pinned import coalesce, pin, unpin
 
 log = logging.getLogger(__name__)
 

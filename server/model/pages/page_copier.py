@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 
 from loraplex.server.engine.executor import PageCopies, PagesCopied, PageWay
-from loraplex.server.model.ops.transfers import coalesce, pin, unpin
 from loraplex.server.model.pages.page_files import PageFault, PageFiles
+from loraplex.server.model.pages.pinned import coalesce, pin, unpin
 
 log = logging.getLogger(__name__)
 

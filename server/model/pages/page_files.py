@@ -78,14 +78,14 @@ class PageFiles:
     def stored(self, most: int) -> list[bytes]:
         """Names of the pages that are there, those longest written first. Unfinished files go, and
         the first of more than `most`."""
-        found = []
+        found = list[tuple[int, bytes]]()
         for entry in os.scandir(self._folder):
-            name, _, kind = entry.name.partition(".")
-            if f".{kind}" == _SUFFIX:
+            path = Path(entry.path)
+            if path.suffix == _SUFFIX:
                 with suppress(OSError, ValueError):
-                    found.append((entry.stat().st_mtime_ns, bytes.fromhex(name)))
-            elif f".{kind}" == _UNFINISHED:
-                self._remove(Path(entry.path))
+                    found.append((entry.stat().st_mtime_ns, bytes.fromhex(path.stem)))
+            elif path.suffix == _UNFINISHED:
+                self._remove(path)
         names = [name for _, name in sorted(found)]
         for name in names[: max(0, len(names) - most)]:
             self.drop(name)

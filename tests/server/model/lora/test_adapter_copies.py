@@ -19,7 +19,7 @@ from loraplex.server.model.executor import TorchExecutor
 from loraplex.server.model.lora.adapter_copies import HIDDEN_COPY_S, is_hidden
 from loraplex.server.model.lora.lora import Reach
 from loraplex.server.model.lora.output_vectors import OutputVectors
-from loraplex.server.model.ops.transfers import coalesce
+from loraplex.server.model.pages.pinned import coalesce
 from loraplex.server.protocol import SamplingParams
 from tests.server.model.driver import (
     Driver,

@@ -68,16 +68,23 @@ def swap_names(files: PageFiles) -> None:
     files._path(bytes(32)).rename(files._path(NAME))
 
 
-BAD: dict[str, Callable[[PageFiles], Any]] = {
+def link(files: PageFiles) -> None:
+    files._path(NAME).rename(files._path(OTHER))
+    files._path(NAME).symlink_to(files._path(OTHER))
+
+
+def folder(files: PageFiles) -> None:
+    files._path(NAME).unlink()
+    files._path(NAME).mkdir()
+
+
+BAD: dict[str, Callable[[PageFiles], None]] = {
     "cut": lambda files: os.truncate(files._path(NAME), 50),
     "empty": lambda files: os.truncate(files._path(NAME), 0),
     "longer": lambda files: os.truncate(files._path(NAME), 500),
     "another page's": swap_names,
-    "a link": lambda files: (
-        files._path(NAME).rename(files._path(OTHER))
-        or files._path(NAME).symlink_to(files._path(OTHER))
-    ),
-    "unreadable": lambda files: files._path(NAME).unlink() or files._path(NAME).mkdir(),
+    "a link": link,
+    "a folder": folder,
 }
 
 

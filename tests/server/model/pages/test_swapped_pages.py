@@ -79,7 +79,7 @@ def test_answers_after_a_preemption(tried: Callable[..., Tried]) -> None:
     base = tried("llama3")
     engine = base.engine(num_pages=44)
     wishes = [
-        base.wish(shuffled(kind, 50), name, max_tokens=50)
+        base.wish(shuffled(kind, 80), name, max_tokens=90)
         for kind, name in enumerate((None, "rank16"))
     ]
     base.ask(engine, *wishes)
@@ -159,9 +159,9 @@ def test_copies_beside_steps_do_not_wait_for_them() -> None:
     pool = torch.randint(0, 100, (64, 1 << 16), dtype=torch.int8, device="cuda")
     memory = memoryview(bytearray(64 << 16))
     copier = PageCopier([pool], memory, 64, None, after_steps=False)
-    torch.cuda._sleep(4_000_000_000)
-    busy = torch.cuda.Event()
-    busy.record()
+    sleep: Any = torch.cuda._sleep
+    sleep(4_000_000_000)
+    busy: Any = torch.cuda.current_stream().record_event()
     copied(copier, PageCopies(1, "out", tuple(range(64)), tuple(range(64))))
     assert not busy.query()
     torch.cuda.synchronize()

@@ -173,7 +173,7 @@ class Lockstep:
         """Of the first device. What the devices offer is added up as by a GroupExecutor, and what
         failed in one of them failed."""
         each = self._all(lambda i: self.devices[i].poll_copies())
-        news = [item for item in each[0] if not isinstance(item, PagesCopied)]
+        news: list[CopyNews] = [item for item in each[0] if not isinstance(item, PagesCopied)]
         for item in (item for found in each for item in found if isinstance(item, PagesCopied)):
             ends = self._pages.setdefault(item.number, [])
             ends.append(item.failed)

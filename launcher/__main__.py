@@ -16,6 +16,7 @@ from loraplex.launcher import config
 from loraplex.launcher.batch import command as batch_command
 from loraplex.launcher.bench import commands as bench_commands
 from loraplex.launcher.command_line import Parser, add_options, flags_of
+from loraplex.launcher.commands import cache as cache_commands
 from loraplex.launcher.commands import keys as key_commands
 from loraplex.launcher.commands import lifecycle as lifecycle_commands
 from loraplex.launcher.convert import command as convert_command
@@ -147,6 +148,9 @@ def _parser() -> Parser:
     key_actions = key.add_subparsers(metavar="ACTION", required=True)
     for name, key_parser in key_commands.add_commands(key_actions).items():
         key_parser.set_defaults(command=_key, action=name)
+    cache = commands.add_parser("cache", help="compiled kernels for other machines")
+    cache_commands.add_commands(cache.add_subparsers(metavar="ACTION", required=True))
+    cache.set_defaults(command=_cache, extra="server")
     _add_lines(commands)
     bench = commands.add_parser("bench", help="measure", description=bench_commands.ABOUT)
     bench_commands.add_commands(bench.add_subparsers(metavar="ACTION", required=True))
@@ -355,6 +359,11 @@ def _key(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     log_to_stderr(logging.WARNING)
     file = getattr(arguments, "admin_key_file", None)
     sys.exit(key_commands.run(arguments, config.secret_value("admin_key", file, environ)))
+
+
+def _cache(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
+    log_to_stderr(logging.WARNING)
+    sys.exit(cache_commands.run(arguments))
 
 
 def _bench(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:

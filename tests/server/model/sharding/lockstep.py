@@ -18,6 +18,8 @@ from loraplex.server.engine.executor import (
     Masks,
     PageCopies,
     PagesCopied,
+    PictureCopy,
+    PictureIn,
 )
 from loraplex.server.engine.plan import SliceResult, StepPlan
 from loraplex.server.kernels.pointwise import sum_norm
@@ -189,6 +191,15 @@ class Lockstep:
             added = CopySums(offered[0].digest, np.asarray(numbers, np.float32).tobytes())
             self._all(lambda i: self.devices[i].add_sums(added))
         return news
+
+    def start_picture(self, copy: PictureCopy) -> None:
+        self._all(lambda i: self.devices[i].start_picture(copy))
+
+    def poll_pictures(self) -> list[PictureIn]:
+        return self._all(lambda i: self.devices[i].poll_pictures())[0]
+
+    def encode(self, layers: int) -> Any:
+        return self._all(lambda i: self.devices[i].encode(layers))[0]
 
     def close(self) -> None:
         self._all(lambda i: self.devices[i].close())

@@ -62,7 +62,7 @@ class AdapterText(NamedTuple):
     added_tokens: tuple[OwnToken, ...] = ()
 
 
-class AdapterManifest(msgspec.Struct, frozen=True, gc=False):
+class AdapterManifest(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """All facts about an admitted adapter. Validated content. `digest` is the adapter's identity
     everywhere after admission.
 

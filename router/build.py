@@ -161,7 +161,7 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
         front_door=FrontDoor(config.max_connections),
         idempotency=_idempotency(ground),
         background=ground.background,
-        orphaned_unloads=OrphanedUnloads(ground.sharing.store, admin),
+        orphaned_unloads=OrphanedUnloads(ground.sharing.store, ground.catalog.rules.aliases, admin),
         declared_check=_declared_check(ground),
         batches=batches,
         responses=_responses(ground, answerer),

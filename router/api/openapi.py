@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from loraplex.adapters.chat.conversation import REASONING
+from loraplex.router.api.admin.adapters import MAX_PAGE
 from loraplex.router.api.admin.keys import MAX_LISTED
 from loraplex.router.api.admin.organization import MOST_BUCKETS, NEWEST_S
 from loraplex.router.api.errors import AnthropicError, Dialect, LoraxError, OpenAIError, error_table
@@ -82,6 +83,8 @@ _QUERY: dict[str, Schema] = {
     "project_ids": _TEXTS,
     "api_key_ids": _TEXTS,
     "models": _TEXTS,
+    "search": {"type": "string"},
+    "limit of /v1/adapters": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE},
 }
 _REQUIRED = ("start_time",)
 

@@ -15,6 +15,7 @@ from loraplex.router.api.about import (
     VersionAnswer,
 )
 from loraplex.router.api.admin.adapters import (
+    LIST_QUERY,
     AdapterHistory,
     AdapterList,
     AdapterObject,
@@ -209,7 +210,10 @@ _KEYS = (
 )
 _ONE = "/v1/adapters/{name}"
 _NAMED = (
-    _admin("/v1/adapters", "get", "Registered adapters, by tier and worker", AdapterList),
+    msgspec.structs.replace(
+        _admin("/v1/adapters", "get", "Registered adapters, by tier and worker", AdapterList),
+        query=LIST_QUERY,
+    ),
     _admin(_ONE, "get", "One of them", AdapterObject),
     _admin(_ONE, "delete", "Delete it: requests that name it get 410", Deleted),
     msgspec.structs.replace(

@@ -8,7 +8,8 @@ alone. A name is the fleet's or one tenant's, and a tenant's own comes before th
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Protocol
 
 import msgspec
@@ -16,16 +17,20 @@ import msgspec
 from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.ref import AdapterRef
 from loraplex.router.call import Secret
+from loraplex.router.names.alias_index import AliasIndex, Mark
 from loraplex.router.names.owned_name import OwnedName
 from loraplex.router.names.registration import Registration, of_bases, of_this_form
 from loraplex.router.policy.rollout import HeldContent
 from loraplex.router.shared.replica import Conflict, Replica
-from loraplex.router.shared.store import MAX_ROWS, Store, StoreDown, TableFull
+from loraplex.router.shared.store import MAX_ROWS, Row, Store, StoreDown, TableFull
 
 logger = logging.getLogger(__name__)
 
 TABLE = "adapters"
 MAX_DELETED = 4096
+MAX_LISTED = 10_000
+# Rows that are kept decoded: those that requests name again and again.
+MAX_DECODED = 4096
 _RETRY_S = 2.0
 _decode = msgspec.json.Decoder(Registration).decode
 
@@ -59,13 +64,18 @@ class Aliases:
         self.is_shared = is_shared
         self.claimed: frozenset[OwnedName] = frozenset()
         self.expected: set[OwnedName] = set()
-        self._rows = Replica(store, TABLE, self._read, self._changed, _is_deleted)
-        self._declared = {registration.key: registration for registration in declared}
+        self._rows = Replica(
+            store, TABLE, self._read, self._changed, _is_deleted, self, MAX_DECODED
+        )
+        self._index = AliasIndex()
+        self._declared: dict[OwnedName, Registration] = {}
         self._dropped: OrderedDict[OwnedName, Registration] = OrderedDict()
         self._tokens: dict[OwnedName, tuple[AdapterRef, Secret]] = {}
         # What this router alone knows of a row, as long as the row is the same.
-        self._noted: dict[OwnedName, tuple[Registration, Registration]] = {}
-        self._all: list[Registration] | None = None
+        self._noted: dict[OwnedName, tuple[Row, Registration]] = {}
+        for registration in declared:
+            self._declared[registration.key] = registration
+            self._index.add(str(registration.key), registration)
 
     @property
     def is_known(self) -> bool:
@@ -100,8 +110,11 @@ class Aliases:
         return OwnedName(name, tenant) in self.expected or OwnedName(name) in self.expected
 
     def usable_by(self, tenant: str) -> list[Registration]:
-        """Registrations in service that mean something to a caller of this tenant, by name."""
-        names = dict.fromkeys(one.name for one in self.all() if one.tenant in ("", tenant))
+        """Registrations in service that mean something to a caller of this tenant, by name: at most
+        MAX_LISTED.
+        """
+        keys = [*self._index.keys(""), *(self._index.keys(tenant) if tenant else ())]
+        names = sorted({_owned(key).name for key in islice(keys, MAX_LISTED)})
         found = (self.find(tenant, name) for name in names)
         return [one for one in found if one is not None and one.in_service]
 
@@ -111,7 +124,8 @@ class Aliases:
         if row is None or not _counts(row, declared):
             return declared or self._dropped.get(name)
         noted = self._noted.get(name)
-        found = noted[1] if noted is not None and noted[0] is row else row
+        is_noted = noted is not None and noted[0] is self._rows.row(str(name))
+        found = noted[1] if noted is not None and is_noted else row
         if declared is None or declared.origin != "file":
             return found
         said = declared.pinned, declared.tool_format
@@ -128,20 +142,60 @@ class Aliases:
         last = row if row is not None and row.origin == "folder" else self.get(name)
         return last is not None and last.pinned
 
+    @property
+    def count(self) -> int:
+        """Registrations, without the deleted."""
+        return len(self._index)
+
+    @property
+    def in_service(self) -> int:
+        """Names that are served."""
+        return self._index.in_service
+
+    @property
+    def changes(self) -> int:
+        """A number that rises with each change."""
+        return self._index.changes
+
     def all(self) -> list[Registration]:
-        """All registrations by name, without the deleted."""
-        if self._all is None:
-            names = sorted(self._declared.keys() | {row.key for row in self._rows.values.values()})
-            found = (self.get(name) for name in names)
-            self._all = [one for one in found if one is not None and one.state != "deleted"]
-        return self._all
+        """All registrations by name, without the deleted. They may be very many: what is asked
+        often is asked of the others.
+        """
+        return self._found(sorted(_owned(key) for key in self._index.keys(None)))
+
+    def first(self, count: int) -> list[Registration]:
+        """So many registrations by name, without the deleted; of very many, some."""
+        return self._found(sorted(map(_owned, islice(self._index.keys(None), count))))
+
+    def page(
+        self, tenant: str | None, search: str, after: str, count: int
+    ) -> tuple[list[Registration], str | None]:
+        """So many registrations behind a key, in the order of keys, and the key of the last if
+        there are more. tenant: whose; None = everybody's. search: a part of the name.
+        """
+        keys = list(islice(self._index.keys(tenant, search, after), count + 1))
+        more = keys[count - 1] if len(keys) > count else None
+        return self._found(map(_owned, keys[:count])), more
+
+    def marked(self, mark: Mark) -> list[Registration]:
+        """Registrations with a mark, by name."""
+        return self._found(sorted(map(_owned, self._index.marked(mark))))
+
+    def meaning(self, held: HeldContent) -> list[Registration]:
+        """Registrations that mean a content, now or soon."""
+        return self._found(map(_owned, self._index.meaning(held)))
+
+    def kept_bytes(self, tenant: str) -> int:
+        """Bytes of the versions that a tenant keeps."""
+        return self._index.kept_bytes(tenant)
+
+    def _found(self, names: Iterable[OwnedName]) -> list[Registration]:
+        found = (self.get(name) for name in names)
+        return [one for one in found if one is not None and one.state != "deleted"]
 
     def pinned(self) -> list[Registration]:
         """Registrations that stay on the device."""
-        held = (*self._declared.values(), *self._rows.values.values())
-        names = {registration.key for registration in held if registration.pinned}
-        found = (self.get(name) for name in sorted(names))
-        return [one for one in found if one is not None and one.pinned]
+        return self.marked("pinned")
 
     def pins(self) -> set[HeldContent]:
         """Contents that stay on the device."""
@@ -152,7 +206,7 @@ class Aliases:
         if not self.is_known:
             message = "registered adapters are not known yet: no Redis; try again soon"
             raise AdapterError("unavailable", message, (), _RETRY_S)
-        return {digest for registration in self.all() for digest in registration.uploads}
+        return self._index.uploads()
 
     def note(self, before: Registration, registration: Registration) -> None:
         """Keep a fact that this router found out by itself; other routers do not learn of it.
@@ -162,12 +216,26 @@ class Aliases:
         name, row = registration.key, self._row(registration.key)
         if self.get(name) != before:
             return  # it is about what is no more
-        declared = self._declared.get(name)
-        if row is not None and _counts(row, declared):
-            self._noted[name] = (row, registration)
-        elif declared is not None:
-            self._declared[name] = registration
+        declared, stored = self._declared.get(name), self._rows.row(str(name))
+        with self._changing(name):
+            if row is not None and stored is not None and _counts(row, declared):
+                self._noted[name] = (stored, registration)
+            elif declared is not None:
+                self._declared[name] = registration
         self._changed()
+
+    @contextlib.contextmanager
+    def _changing(self, name: OwnedName) -> Iterator[None]:
+        """Keeps the index as a name's meaning changes."""
+        self.row_changes(str(name))
+        yield
+        self.row_changed(str(name))
+
+    def row_changes(self, key: str) -> None:
+        self._index.remove(key, self.get(_owned(key)))
+
+    def row_changed(self, key: str) -> None:
+        self._index.add(key, self.get(_owned(key)))
 
     def declare(self, registration: Registration) -> None:
         """Adds a registration that a file or folder declares. Raises AdapterError when there are
@@ -176,8 +244,9 @@ class Aliases:
         name = registration.key
         if name not in self._declared and len(self._declared) >= MAX_ROWS:
             raise _too_many()
-        self._dropped.pop(name, None)
-        self._declared[name] = registration
+        with self._changing(name):
+            self._dropped.pop(name, None)
+            self._declared[name] = registration
         self._changed()
 
     async def drop(self, registration: Registration) -> None:
@@ -185,8 +254,9 @@ class Aliases:
         deleted.
         """
         name = registration.key
-        self._declared.pop(name, None)
-        self._dropped[name] = registration
+        with self._changing(name):
+            self._declared.pop(name, None)
+            self._dropped[name] = registration
         if len(self._dropped) > MAX_DELETED:
             self._dropped.popitem(last=False)
         self._changed()
@@ -220,7 +290,7 @@ class Aliases:
 
     def _row(self, name: OwnedName) -> Registration | None:
         """The row of a name. Whatever the name holds, it is a row of its own owner."""
-        row = self._rows.values.get(str(name))
+        row = self._rows.get(str(name))
         return row if row is not None and row.key == name else None
 
     def _read(self, value: bytes) -> Registration | None:
@@ -234,9 +304,11 @@ class Aliases:
         return msgspec.structs.replace(row, token=token) if ref == row.ref else row
 
     def _changed(self) -> None:
-        self._all = None
+        self._index.settle()
         self._noted = {
-            name: noted for name, noted in self._noted.items() if self._row(name) is noted[0]
+            name: noted
+            for name, noted in self._noted.items()
+            if self._rows.row(str(name)) is noted[0]
         }
         if self._listener is not None:
             self._listener.aliases_changed(self)
@@ -250,6 +322,12 @@ def _counts(row: Registration, declared: Registration | None) -> bool:
     if declared.origin == "folder":  # its declaration says which content of the folder it means
         is_same &= row.digest == declared.digest
     return is_same and row.state != "deleted"
+
+
+def _owned(key: str) -> OwnedName:
+    """The name that `OwnedName` spells so."""
+    tenant, _, name = key.rpartition("::")
+    return OwnedName(name, tenant)
 
 
 def _is_deleted(registration: Registration) -> bool:

@@ -3,7 +3,7 @@
 A name is only what somebody wrote: what is served is the content behind it, by its digest.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -62,7 +62,7 @@ _HINTS: dict[AliasState, str] = {
 }
 
 
-class Change(msgspec.Struct, frozen=True):
+class Change(msgspec.Struct, frozen=True, omit_defaults=True):
     """A change of a name's meaning, and who wanted it.
 
     digest, ref: the content that the name means, and where the content lay, with its commit if it
@@ -85,7 +85,7 @@ class UploadedVersion(msgspec.Struct, frozen=True):
     content: Content
 
 
-class Registration(msgspec.Struct, frozen=True):
+class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
     """A registered name, with all that is known of its adapter. token: opens the reference at its
     source; it never leaves this process but to a worker.
 
@@ -144,6 +144,11 @@ class Registration(msgspec.Struct, frozen=True):
     def base(self) -> str | None:
         """The name of its adapter's base; None = not known yet."""
         return None if self.content is None else self.content.base
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of its uploaded versions."""
+        return sum(version.content.manifest.nbytes for version in self.kept)
 
     @property
     def uploads(self) -> frozenset[str]:
@@ -294,12 +299,11 @@ def renewed(existing: Registration | None, name: OwnedName, ref: AdapterRef) -> 
     return msgspec.structs.replace(existing, ref=ref, origin="api", token=None)
 
 
-def check_kept_bytes(others: Iterable[Registration], after: Registration, most: int) -> None:
-    """Checks that a tenant may keep so much. others: the tenant's other names. Raises AdapterError
-    (too_large).
+def check_kept_bytes(others: int, after: Registration, most: int) -> None:
+    """Checks that a tenant may keep so much. others: bytes of the tenant's other names. Raises
+    AdapterError (too_large).
     """
-    versions = [v for one in (*others, after) for v in one.kept]
-    nbytes = sum(version.content.manifest.nbytes for version in versions)
+    nbytes = others + after.kept_bytes
     if nbytes > most:
         raise AdapterError(
             "too_large",

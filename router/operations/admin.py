@@ -9,7 +9,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -112,8 +112,18 @@ class AdapterAdmin:
         registration = self._aliases.get(name)
         return registration is not None and registration.state != "deleted"
 
-    def all(self) -> list[Registration]:
-        return self._aliases.all()
+    def concerning(
+        self, origin: Literal["file", "folder"], names: Iterable[OwnedName]
+    ) -> list[Registration]:
+        """Registrations of these names, and all others that have this origin."""
+        found = {name: self._aliases.get(name) for name in names}
+        found |= {one.key: one for one in self._aliases.marked(origin)}
+        return [one for one in found.values() if one is not None and one.state != "deleted"]
+
+    @property
+    def changes(self) -> int:
+        """A number that rises with each change of a registration."""
+        return self._aliases.changes
 
     def claim(self, names: frozenset[OwnedName]) -> None:
         """Note the names in the adapters file; see `Aliases`."""
@@ -193,7 +203,8 @@ class AdapterAdmin:
             content = await self._catalog.fetch(ref, None)
             wanted = renewed(before, name, ref)
             after = uploaded(wanted, content, request.keep, self.clock(), request.by)
-            others = (r for r in self.all() if r.tenant == name.tenant and r.key != name)
+            own = 0 if before is None or before.state == "deleted" else before.kept_bytes
+            others = self._aliases.kept_bytes(name.tenant) - own
             check_kept_bytes(others, after, request.most_bytes)
             problems = await self.workers.bring(content, None)
             return Published(await self.commit(before, move(after, "admit")), problems)
@@ -421,7 +432,7 @@ class AdapterAdmin:
 
     async def _evict_unused(self, held: HeldContent) -> str | None:
         """Evicts a content that no name means any more: another name may mean the same."""
-        if any(held in r.held for r in self._aliases.all() if r.in_service):
+        if any(held in r.held for r in self._aliases.meaning(held) if r.in_service):
             return None
         try:
             return await self.workers.evict(held)

@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 from loraplex.adapters.common.meters import NO_LABELS, Kind, Meters, NamedSample, Row
 from loraplex.router.names.aliases import Aliases
 from loraplex.router.names.use import AdapterUse
+from loraplex.router.policy.rollout import HeldContent
 from loraplex.router.telemetry.metrics import RouterMetrics
 from loraplex.router.workers.base_model import BaseModel
 from loraplex.router.workers.bases import Bases
@@ -166,12 +167,15 @@ class CompatMetrics:
     def _on_devices(self) -> dict[str, bool]:
         """Name -> whether it is pinned: the registered ones, then those by reference in use."""
         resident = self._resident()
-        registered = (r for r in self._aliases.all() if r.in_service)
-        found = {
-            str(r.key): r.pinned
-            for r in registered
-            if any(held.digest in resident for held in r.held)
+        registered = {
+            one.key: one
+            for base in self._bases
+            for status in statuses([base.fleet])
+            for digest in status.resident
+            for one in self._aliases.meaning(HeldContent(base.name, digest))
+            if one.in_service
         }
+        found = {str(name): registered[name].pinned for name in sorted(registered)}
         by_reference = (use for use in self._use.in_use() if use.alias is None)
         named = (use.name for use in by_reference if use.held.digest in resident)
         return found | {name: False for name in named if name not in found}

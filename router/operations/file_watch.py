@@ -59,7 +59,7 @@ class AdaptersFile(DeclarationWatch):
         admin = self._admin
         if contents.is_readable:
             admin.claim(contents.names)
-        todo = plan(contents, admin.all())
+        todo = plan(contents, admin.concerning("file", contents.wanted))
         for request, why in contents.not_understood.items():
             admin.declare_broken(request, why)
         failed = await self._change(
@@ -78,7 +78,8 @@ class AdaptersFile(DeclarationWatch):
 
         failed: names that are not as the file says.
         """
-        there = [r for r in self._admin.all() if r.key not in failed]
+        concerned = self._admin.concerning("file", contents.wanted)
+        there = [r for r in concerned if r.key not in failed]
         todo = plan_rollouts(contents, there)
         errors = await self._do(
             *(
@@ -88,7 +89,7 @@ class AdaptersFile(DeclarationWatch):
             *((name, self._rollouts.end(name, BY, by_file=True)) for name in todo.end),
         )
         # Another router that follows the same file may have been faster.
-        left = plan_rollouts(contents, self._admin.all())
+        left = plan_rollouts(contents, self._admin.concerning("file", contents.wanted))
         return {n: why for n, why in errors.items() if n in left.roll_out or n in left.end}
 
 

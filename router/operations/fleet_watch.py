@@ -28,7 +28,6 @@ from loraplex.router.api.admin.fleet import (
 from loraplex.router.call import RequestError
 from loraplex.router.generation.dispatcher import Dispatcher
 from loraplex.router.names.catalog import Catalog
-from loraplex.router.names.registration import Registration
 from loraplex.router.operations.declarations import Declarations
 from loraplex.router.telemetry.caller_errors import CallerErrors
 from loraplex.router.version import VERSION
@@ -73,7 +72,7 @@ class FleetWatch:
         self._looking: asyncio.Task[FleetObject] | None = None
         # What was made of a value, kept as long as the value stays the same.
         self._places: dict[str, tuple[tuple[AdapterPlace, ...], tuple[PlaceObject, ...]]] = {}
-        self._registered: tuple[list[Registration], tuple[RegisteredObject, ...]] = ([], ())
+        self._registered: tuple[int, tuple[RegisteredObject, ...]] = (-1, ())
 
     def close(self) -> None:
         """Streams end: the router is about to stop."""
@@ -123,9 +122,11 @@ class FleetWatch:
 
     def _compose(self) -> FleetObject:
         text, queues = self._bases.first.text, [fleet.queue for fleet in self._bases.fleets]
-        registrations = self._catalog.rules.aliases.all()
-        if registrations != self._registered[0]:
-            self._registered = (registrations, registered_objects(registrations))
+        aliases = self._catalog.rules.aliases
+        if aliases.changes != self._registered[0]:
+            shown = registered_objects(aliases.first(MAX_ADAPTERS))
+            same = shown == self._registered[1]
+            self._registered = (aliases.changes, self._registered[1] if same else shown)
         names = self._catalog.names()
         workers = tuple(self._worker(client, names) for client in self._roster.clients)
         return FleetObject(
@@ -143,7 +144,7 @@ class FleetWatch:
             work=self._work(),
             workers=workers,
             adapters=self._registered[1],
-            adapters_left_out=max(0, len(registrations) - MAX_ADAPTERS),
+            adapters_left_out=max(0, aliases.count - MAX_ADAPTERS),
             problems=self._declarations.problems,
             errors=self._errors.newest_first,
         )

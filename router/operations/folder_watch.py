@@ -9,7 +9,6 @@ from pathlib import Path
 from loraplex.adapters.peft.files import is_relevant, is_unsafe
 from loraplex.adapters.sources.local import MAX_ENTRIES, identity
 from loraplex.router.names.owned_name import OwnedName
-from loraplex.router.names.registration import Registration
 from loraplex.router.operations.admin import AdapterAdmin
 from loraplex.router.operations.declarations import POLL_S, DeclarationWatch
 from loraplex.router.operations.watched_folders import (
@@ -43,7 +42,7 @@ class WatchedFolders(DeclarationWatch):
         self._unreadable: dict[OwnedName, str] = {}
         # What the last changes were made of, and what was tried under each name.
         self._applied: tuple[object, ...] = ()
-        self._table: list[Registration] = []
+        self._changes = -1
         self._stamps: dict[OwnedName, Stamp] = {}
 
     async def poll(self) -> None:
@@ -55,15 +54,16 @@ class WatchedFolders(DeclarationWatch):
         self.pause_s = max(POLL_S, (self._clock() - began) / _LOOK_SHARE)
         if not is_certain or not self._admin.workers.ready:
             return
-        seen, table = (dict(self._settled), self._unreadable), self._admin.all()
-        if seen != self._applied or table is not self._table or self._is_due:
-            self._applied, self._table = seen, table
-            self._report(await self._reconcile(table) | self._unreadable)
+        seen, changes = (dict(self._settled), self._unreadable), self._admin.changes
+        if seen != self._applied or changes != self._changes or self._is_due:
+            self._applied, self._changes = seen, changes
+            self._report(await self._reconcile() | self._unreadable)
 
-    async def _reconcile(self, table: Sequence[Registration]) -> dict[OwnedName, str]:
+    async def _reconcile(self) -> dict[OwnedName, str]:
         """Bring names in line with the sub-folders. Returns problems by name."""
         admin, is_due = self._admin, self._is_due
         wanted, unnamed = name_folders(self._settled.values())
+        table = admin.concerning("folder", wanted)
         todo = plan(wanted, table, self._stamps, self.errors, is_due)
         if is_due or not self.errors:
             self._tried_at = self._clock()

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 
 from loraplex.adapters.errors import AdapterError
+from loraplex.router.names.aliases import Aliases
 from loraplex.router.names.owned_name import OwnedName
 from loraplex.router.operations.admin import AdapterAdmin
 from loraplex.router.shared.store import Store, StoreDown
@@ -18,8 +19,9 @@ class OrphanedUnloads:
     have each: not all know each name.
     """
 
-    def __init__(self, store: Store, admin: AdapterAdmin) -> None:
+    def __init__(self, store: Store, aliases: Aliases, admin: AdapterAdmin) -> None:
         self._store = store
+        self._aliases = aliases
         self._admin = admin
         self._left: set[tuple[OwnedName, str]] = set()
 
@@ -35,7 +37,7 @@ class OrphanedUnloads:
         StoreDown.
         """
         before, self._left = self._left, set()
-        unloading = {(r.key, r.drainer) for r in self._admin.all() if r.state == "unloading"}
+        unloading = {(r.key, r.drainer) for r in self._aliases.marked("unloading")}
         if not unloading or not self._admin.workers.ready:
             return
         there = await self._store.leased(ROUTERS)

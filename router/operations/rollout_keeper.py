@@ -193,7 +193,7 @@ class RolloutKeeper:
         return Measurements(versions, verdicts, scores=scores)
 
     def _rolling(self) -> list[Registration]:
-        return [r for r in self._aliases.all() if r.rollout is not None and r.state == "ready"]
+        return [r for r in self._aliases.marked("rollout") if r.state == "ready"]
 
     def _start_warming(self, registration: Registration) -> None:
         name, rollout = registration.key, registration.rollout

@@ -70,7 +70,7 @@ def watch_state(
     meters.watch(
         "adapters_registered",
         "Names of adapters in service",
-        lambda: sum(one.in_service and not one.is_broken for one in catalog.rules.aliases.all()),
+        lambda: catalog.rules.aliases.in_service,
     )
     meters.rows(
         "adapter_versions",
@@ -144,7 +144,7 @@ def watch_declared(metrics: RouterMetrics, aliases: Aliases, declarations: Decla
     """
 
     def broken() -> Iterator[Row]:
-        yield ("option",), sum(one.is_broken and one.origin == "option" for one in aliases.all())
+        yield ("option",), len(aliases.marked("broken option"))
         yield ("file",), declarations.broken("file")
         yield ("folder",), declarations.broken("folder")
 
@@ -160,7 +160,7 @@ def watch_declared(metrics: RouterMetrics, aliases: Aliases, declarations: Decla
 
 def _versions(aliases: Aliases) -> Iterator[Row]:
     counts = dict.fromkeys(get_args(VersionState), 0)
-    for registration in aliases.all():
+    for registration in aliases.marked("rollout"):
         if registration.rollout is not None:
             for version in registration.rollout.versions:
                 counts[version.state] += 1

@@ -43,7 +43,7 @@ class HeldContent(NamedTuple):
     digest: str
 
 
-class Content(msgspec.Struct, frozen=True):
+class Content(msgspec.Struct, frozen=True, omit_defaults=True):
     """The content of a reference. ref: with its commit, for sources that have one. base: see
     HeldContent.
     """

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from functools import partial
 
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
@@ -29,6 +30,7 @@ from loraplex.router.api.admin.adapters import (
     end_tokens,
     format_named,
     parse_digest,
+    parse_page,
     parse_register,
     parse_rollout,
     parse_target,
@@ -43,6 +45,7 @@ from loraplex.router.api.request.body import decode_body, require
 from loraplex.router.call import RequestError, Secret
 from loraplex.router.http.body import BodyLimits, read_json_body
 from loraplex.router.http.edge import path_name
+from loraplex.router.names.aliases import MAX_LISTED
 from loraplex.router.names.owned_name import OwnedName
 from loraplex.router.names.registration import (
     PublishRequest,
@@ -86,10 +89,15 @@ class AdapterRoutes:
     async def collection(self, request: Request) -> Response:
         if request.method == "POST":
             return await self._register(request)
-        registrations = self._listed(request)
+        asked = parse_page(request.query_params)
+        if asked.is_whole and self._aliases.count <= MAX_LISTED:
+            registrations, more = self._listed(request), None
+        else:
+            registrations, more = self._aliases.page(*asked)
         tiers = await self._admin.workers.tiers(h for r in registrations for h in r.held)
         problems = self._service.declarations.problems
-        return json_response(AdapterList([self._object(r, tiers) for r in registrations], problems))
+        shown = [self._object(r, tiers) for r in registrations]
+        return json_response(AdapterList(shown, problems, more or UNSET))
 
     async def one(self, request: Request) -> Response:
         name = _named(request)
@@ -233,7 +241,7 @@ class AdapterRoutes:
         RequestError.
         """
         tenant = parse_tenant(request.query_params)
-        return [one for one in self._admin.all() if tenant in (None, one.tenant)]
+        return [one for one in self._aliases.first(MAX_LISTED) if tenant in (None, one.tenant)]
 
     async def _load(
         self,
@@ -265,7 +273,8 @@ class AdapterRoutes:
 
     def _loaded(self, tenant: str) -> LoadedAdapters:
         """Lists names of the tenant's that are served, and what they mean."""
-        own = [one for one in self._admin.all() if one.tenant == tenant and one.in_service]
+        registrations, _ = self._aliases.page(tenant, "", "", MAX_LISTED)
+        own = [one for one in registrations if one.in_service]
         return LoadedAdapters({one.name: format_ref(one.ref) for one in own})
 
     async def _register(self, request: Request) -> Response:

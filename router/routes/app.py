@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Lifespan
 
+from loraplex.router.api.admin.adapters import LIST_QUERY
 from loraplex.router.api.admin.uploads import UPLOAD_QUERY
 from loraplex.router.api.errors import Dialect, ErrorAnswer, dialect_of_path, error_answer
 from loraplex.router.api.missing_routes import hint
@@ -157,10 +158,13 @@ def _adapter_routes(service: Service) -> list[Route]:
     def held(endpoint: Endpoint, *bodies: str, query: tuple[str, ...] = ("tenant",)) -> Endpoint:
         return operator.guarded(adapters.current(endpoint), *bodies, query=query, right="upload")
 
+    def listed(endpoint: Endpoint, *bodies: str) -> Endpoint:
+        return operator.guarded(adapters.current(endpoint), *bodies, query=LIST_QUERY)
+
     one = "/v1/adapters/{name}"
     return [
         *_key_routes(service, operator),
-        Route("/v1/adapters", guarded(adapters.collection, "POST"), methods=["GET", "POST"]),
+        Route("/v1/adapters", listed(adapters.collection, "POST"), methods=["GET", "POST"]),
         Route(one, held(adapters.one), methods=["GET", "DELETE"]),
         Route(one, held(adapters.put, "PUT", query=UPLOAD_QUERY), methods=["PUT"]),
         _post(f"{one}/load", guarded(adapters.load)),

@@ -152,14 +152,14 @@ class InfoRoutes:
         if base is not None:
             return json_response(_base_object(base, name))
         name = name.removeprefix("alias:")  # another spelling, which requests may have
-        for one in self._adapters(caller):
-            if one.name == name:
-                if one.is_broken:
-                    message = f"adapter {name!r} cannot be served: {one.error}"
-                    raise RequestError("adapter_invalid", message, param="model")
-                return json_response(self._adapter_object(one, self._is_operator(request)))
-        usable = {one.name for one in self._adapters(caller)}
-        hint = did_you_mean(one_edit_away(name, usable.__contains__))
+        one = self._usable(name, caller)
+        if one is not None:
+            if one.is_broken:
+                message = f"adapter {name!r} cannot be served: {one.error}"
+                raise RequestError("adapter_invalid", message, param="model")
+            return json_response(self._adapter_object(one, self._is_operator(request)))
+        close = one_edit_away(name, lambda other: self._usable(other, caller) is not None)
+        hint = did_you_mean(close)
         raise RequestError("adapter_not_found", f"no model {name[:200]!r}{hint}", param="model")
 
     async def _caller(self, request: Request) -> Caller:
@@ -184,10 +184,15 @@ class InfoRoutes:
             headers.get("authorization"), headers.get("origin"), headers.get("host")
         )
 
+    def _usable(self, name: str, caller: Caller) -> Registration | None:
+        """The registered adapter of this name that the caller may use."""
+        found = self._service.catalog.rules.aliases.find(caller.tenant, name)
+        return found if found is not None and found.in_service and _opens(caller, found) else None
+
     def _adapters(self, caller: Caller) -> list[Registration]:
         """Lists registered adapters that the caller may use."""
         adapters = self._service.catalog.rules.aliases.usable_by(caller.tenant)
-        return [one for one in adapters if caller.may_use(with_base((one.name,), one.base or ""))]
+        return [one for one in adapters if _opens(caller, one)]
 
     def _good(self, caller: Caller) -> list[Registration]:
         return [one for one in self._adapters(caller) if not one.is_broken]
@@ -211,6 +216,10 @@ class InfoRoutes:
             return [one.name for one in self._good(await self._caller(request))]
         except RequestError:
             return []
+
+
+def _opens(caller: Caller, adapter: Registration) -> bool:
+    return caller.may_use(with_base((adapter.name,), adapter.base or ""))
 
 
 def _base_object(base: BaseModel, name: str) -> ModelObject:

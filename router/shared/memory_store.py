@@ -15,13 +15,21 @@ _SWEPT = 16  # accounts looked at when one is added
 _AccountKey = tuple[str, str]
 
 
+class _Rows:
+    """The rows of a table, in the order of their last writes, and how many writes there were."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, Row] = {}
+        self.writes = 0
+
+
 class MemoryStore:
     """A Store. clock: Unix seconds that do not jump."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._values: OrderedDict[str, tuple[float, bytes]] = OrderedDict()
-        self._tables: dict[str, Table] = {}
+        self._tables: dict[str, _Rows] = {}
         self._leases: dict[str, dict[str, tuple[float, bytes]]] = {}
         self._logs: dict[str, deque[bytes]] = {}
         self._books: OrderedDict[str, tuple[float, dict[str, int]]] = OrderedDict()
@@ -56,25 +64,34 @@ class MemoryStore:
         return True
 
     async def version(self, table: str) -> str:
-        return (await self.read(table)).version
+        found = self._tables.get(table)
+        return "" if found is None else f"memory:{found.writes}"
 
     async def read(self, table: str, since: str = "") -> Table:
-        return self._tables.get(table, Table("", {}))
+        found, version = self._tables.get(table), await self.version(table)
+        if found is None or not since:
+            return Table(version, {} if found is None else dict(found.rows))
+        last = int(since.partition(":")[2] or 0)
+        fresh = islice(reversed(found.rows), found.writes - last)
+        return Table(version, {key: found.rows[key] for key in fresh}, is_whole=False)
 
     async def put(self, table: str, key: str, row: Row) -> bool:
-        now = await self.read(table)
-        there = now.rows.get(key)
+        found = self._tables.setdefault(table, _Rows())
+        there = found.rows.get(key)
         if there is not None and there.revision >= row.revision:
             return False
-        if there is None and len(now.rows) >= MAX_ROWS:
+        if there is None and len(found.rows) >= MAX_ROWS:
             raise TableFull
-        self._tables[table] = Table(_next(now.version), {**now.rows, key: row})
+        found.writes += 1
+        found.rows.pop(key, None)
+        found.rows[key] = row
         return True
 
     async def forget(self, table: str, keys: Sequence[str]) -> None:
-        now = await self.read(table)
-        rows = {key: row for key, row in now.rows.items() if key not in keys}
-        self._tables[table] = Table(_next(now.version), rows)
+        found = self._tables.setdefault(table, _Rows())
+        for key in keys:
+            found.rows.pop(key, None)
+        found.writes += 1
 
     async def lease(self, group: str, member: str, value: bytes, ttl_s: float) -> None:
         await self.leased(group)
@@ -155,7 +172,3 @@ class MemoryStore:
 
     def _now_ms(self) -> int:
         return int(self._clock() * 1000)
-
-
-def _next(version: str) -> str:
-    return f"memory:{int(version.partition(':')[2] or 0) + 1}"

@@ -8,6 +8,7 @@ import hashlib
 import logging
 import secrets
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from functools import partial
 from importlib.resources import files
 from typing import Any, cast
 
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 # For what is large, and nobody's request waits for.
 PATIENCE_S = 2.0
+_SCANNED = 2000  # rows in one answer
 _STANDING = 5  # numbers that `admit` returns for each subject
 
 
@@ -87,19 +89,35 @@ class RedisStore:
         async def look() -> list[Any]:
             async with self._redis.pipeline(transaction=True) as pipeline:
                 pipeline.hmget(version, ["name", "writes", "ordered"])
-                pipeline.zrangebyscore(order, after, "+inf") if since else pipeline.hgetall(rows)
+                pipeline.zrangebyscore(order, after, "+inf" if since else "-inf")
                 return await pipeline.execute()
 
         answer, found = await self.link.call(look, PATIENCE_S)
         now = _version(answer[:2])
         if not since:
-            return Table(now, _rows(table, found.items()))
+            return Table(now, await self._scanned(table))
         # Routers that know of no order leave their writes out of it.
         if answer[1] != answer[2] or life_of(now) != life_of(since):
             return await self.read(table)
         keys = cast("list[bytes]", found)
         values = await self._values_of(rows, keys) if keys else []
         return Table(now, _rows(table, zip(keys, values, strict=True)), is_whole=False)
+
+    async def _scanned(self, table: str) -> dict[str, Row]:
+        """All rows of a table. What is written meanwhile comes with the next read, whose `since` is
+        the version from before.
+        """
+        rows, cursor, found = self._table(table)[0], 0, dict[str, Row]()
+        while True:
+            scan = partial(self._scan, rows, cursor)
+            cursor, some = await self.link.call(scan, PATIENCE_S)
+            found |= _rows(table, some.items())
+            if not cursor:
+                return found
+
+    async def _scan(self, rows: str, cursor: int) -> tuple[int, dict[bytes, bytes]]:
+        found = await _wait(self._redis.hscan(rows, cursor, count=_SCANNED))
+        return cast("tuple[int, dict[bytes, bytes]]", found)
 
     async def _values_of(self, rows: str, keys: Sequence[bytes]) -> Sequence[bytes | None]:
         return cast(

@@ -6,16 +6,29 @@ of a row wins, so their order does not matter. Deleted rows stay as empty ones.
 
 import asyncio
 import contextlib
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from loraplex.router.shared.store import Row, Store, StoreDown, TableFull, life_of
 
 REFRESH_S = 1.0
+# Rows that are taken over before others have their turn: about 10 ms.
+_AT_ONCE = 500
 # The version of a table that was written before it was read: whatever is there has another life.
 _UNREAD = "unread"
 
 T = TypeVar("T")
+
+
+class RowWatch(Protocol):
+    """Hears of each row that changes, comes or goes."""
+
+    def row_changes(self, key: str) -> None:
+        """Is called before a row changes."""
+
+    def row_changed(self, key: str) -> None:
+        """Is called when it has."""
 
 
 class Conflict(Exception):
@@ -27,7 +40,9 @@ class Replica(Generic[T]):
     bytes that mean nothing (any more).
 
     on_change: called after each change, also one made here. is_spare: values that may go, as
-    deleted ones do, when the table is full. A row that did not change keeps its value's identity.
+    deleted ones do, when the table is full. watch: hears of each row. kept: as many values are kept
+    decoded, and others are decoded when they are asked for; None = all. Then a row that did not
+    change keeps its value's identity.
     """
 
     def __init__(
@@ -37,7 +52,11 @@ class Replica(Generic[T]):
         decode: Callable[[bytes], T | None],
         on_change: Callable[[], None] = lambda: None,
         is_spare: Callable[[T], bool] = lambda value: False,
+        watch: RowWatch | None = None,
+        kept: int | None = None,
     ) -> None:
+        self._watch = watch
+        self._kept = kept
         self.is_loaded = False
         self._store = store
         self._table = table
@@ -46,14 +65,33 @@ class Replica(Generic[T]):
         self._is_spare = is_spare
         self._version = ""
         self._rows: dict[str, Row] = {}
-        self._values: dict[str, T] = {}
+        self._values: OrderedDict[str, T] = OrderedDict()
         # Written here while the table was being read: what was read may be older.
         self._just_written: dict[str, Row] = {}
         self._refreshing: asyncio.Task[None] | None = None
 
     @property
     def values(self) -> Mapping[str, T]:
+        """All values; only where all are kept."""
+        assert self._kept is None
         return self._values
+
+    def get(self, key: str) -> T | None:
+        """The value of a row."""
+        value = self._values.get(key)
+        if value is not None or self._kept is None:
+            return value
+        row = self._rows.get(key)
+        value = self._decode(row.value) if row is not None and row.value else None
+        if value is not None:
+            self._values[key] = value
+            if len(self._values) > self._kept:
+                self._values.popitem(last=False)
+        return value
+
+    def row(self, key: str) -> Row | None:
+        """A row as it is stored; the same object as long as nobody writes it."""
+        return self._rows.get(key)
 
     async def run(self) -> None:
         """Follows the store until cancelled."""
@@ -94,8 +132,7 @@ class Replica(Generic[T]):
                 raise
             await self._store.forget(self._table, spare)
             for name in spare:
-                del self._rows[name]
-                self._values.pop(name, None)
+                self._set(name, None)
             return await self._store.put(self._table, key, row)
 
     async def _refresh(self) -> None:
@@ -113,9 +150,10 @@ class Replica(Generic[T]):
         self._version = table.version
         if table.is_whole:
             for key in self._rows.keys() - table.rows.keys() - self._just_written.keys():
-                del self._rows[key]
-                self._values.pop(key, None)
-        for key, row in table.rows.items():
+                self._set(key, None)
+        for number, (key, row) in enumerate(table.rows.items()):
+            if number % _AT_ONCE == _AT_ONCE - 1:
+                await asyncio.sleep(0)
             written = self._just_written.get(key)
             if self._rows.get(key) != row and (written is None or written.revision < row.revision):
                 self._set(key, row)
@@ -123,16 +161,22 @@ class Replica(Generic[T]):
         self._on_change()
 
     def _may_go(self, key: str, row: Row) -> bool:
-        value = self._values.get(key)
+        value = self.get(key)
         return not row.value if value is None else self._is_spare(value)
 
-    def _set(self, key: str, row: Row) -> None:
-        self._rows[key] = row
-        value = self._decode(row.value) if row.value else None
-        if value is None:
-            self._values.pop(key, None)
+    def _set(self, key: str, row: Row | None) -> None:
+        if self._watch is not None:
+            self._watch.row_changes(key)
+        self._values.pop(key, None)
+        if row is None:
+            self._rows.pop(key, None)
         else:
-            self._values[key] = value
+            self._rows[key] = row
+            value = self._decode(row.value) if row.value and self._kept is None else None
+            if value is not None:
+                self._values[key] = value
+        if self._watch is not None:
+            self._watch.row_changed(key)
 
     def _refreshed(self, task: "asyncio.Task[None]") -> None:
         self._refreshing = None

@@ -11,7 +11,7 @@ import msgspec
 from loraplex.router.policy.batch_limits import ResponsesLimits
 from loraplex.router.policy.quota import Ask, Verdict
 
-MAX_ROWS = 1 << 14
+MAX_ROWS = 1 << 21
 MAX_COUNTERS = 1 << 14
 
 

@@ -38,6 +38,7 @@ FLUSH_S = 1.0
 KEPT_RECORDS = 10_000  # of each tenant
 _MAX_UNWRITTEN = 10_000
 _LISTED_S = 600.0
+_FEW_TENANTS = 256
 _BOOK_TTL_S = (MAX_DAYS + 1) * 86400.0
 
 
@@ -59,6 +60,7 @@ class Metering:
         self._records: deque[UsageRecord] = deque(maxlen=_MAX_UNWRITTEN)
         self._flushing = asyncio.Lock()
         self._listed: dict[tuple[int, str], float] = {}
+        self._most_listed = _FEW_TENANTS
 
     def charge(self, caller: Caller, request_id: str) -> "Charge":
         """The charge for one request, until it is closed."""
@@ -156,8 +158,10 @@ class Metering:
         if self._listed.get((day, tenant), 0.0) > now:
             return
         await self._store.count(tenants_book(day), {tenant: 1}, {tenant: OTHER}, _BOOK_TTL_S)
-        self._listed = {known: until for known, until in self._listed.items() if until > now}
         self._listed[day, tenant] = now + _LISTED_S
+        if len(self._listed) > self._most_listed:
+            self._listed = {known: until for known, until in self._listed.items() if until > now}
+            self._most_listed = 2 * len(self._listed) + _FEW_TENANTS
 
 
 def _log_name(tenant: str) -> str:

@@ -19,6 +19,7 @@ BENCHES = {
     "cold": "times adapters from their folder to host memory",
     "lora-kernels": "times LoRA alone and over the base in a decode step",
     "make-model": "writes a model and adapters with random weights",
+    "names": "measures a router that has a million registered names",
     "placement": "compares placement policies on simulated fleets",
     "router": "measures a router before a worker without an engine",
     "streams": "watches steady streams while adapters are loaded beside them",

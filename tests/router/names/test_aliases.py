@@ -13,10 +13,11 @@ from loraplex.router.names.aliases import MAX_DELETED, Aliases
 from loraplex.router.names.owned_name import OwnedName
 from loraplex.router.names.registration import Registration, seen
 from loraplex.router.policy.rollout import Content, Rollout, Version
+from loraplex.router.shared import memory_store
 from loraplex.router.shared.memory_store import MemoryStore
 from loraplex.router.shared.redis_link import RedisLink
 from loraplex.router.shared.redis_store import RedisStore
-from loraplex.router.shared.store import MAX_ROWS, Row, Store
+from loraplex.router.shared.store import Row, Store
 from tests.router.fake_worker import make_manifest
 from tests.router.serving import poll
 from tests.router.shared.redis_server import running_redis
@@ -168,11 +169,14 @@ async def test_rows_that_mean_nothing_are_left_out() -> None:
     assert aliases.get(OwnedName("odd")) is None
 
 
-async def test_the_table_is_bounded_and_deleted_names_go_first() -> None:
+async def test_the_table_is_bounded_and_deleted_names_go_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory_store, "MAX_ROWS", 16)
     store = MemoryStore(time.time)
-    rows = {f"n{n}": Row(1, msgspec.json.encode(ready(f"n{n}"))) for n in range(MAX_ROWS)}
-    full = msgspec.structs.replace(await store.read("adapters"), version="memory:1", rows=rows)
-    store._tables["adapters"] = full
+    for number in range(16):
+        row = Row(1, msgspec.json.encode(ready(f"n{number}")))
+        await store.put("adapters", f"n{number}", row)
     aliases = Aliases(store, False)
     await aliases.refresh()
     with pytest.raises(AdapterError, match="at most"):

@@ -396,8 +396,8 @@ async def test_a_file_names_owners(tmp_path: Path, worker: FakeWorker) -> None:
         errors = (await done(router, "GET", ""))["file_errors"]
         assert len(errors) == 1
         assert errors[0].startswith("a b::bot: ")
-        admin = router.service.admin
-        assert [r.key for r in admin.all() if r.origin == "file"] == [
+        aliases = router.service.catalog.rules.aliases
+        assert [r.key for r in aliases.all() if r.origin == "file"] == [
             OwnedName("bot"),
             OwnedName("bot", "acme"),
         ]

@@ -171,6 +171,7 @@ class Followed:
 
     def __init__(self, router: Running, path: Path) -> None:
         self.admin = router.service.admin
+        self.aliases = router.service.catalog.rules.aliases
         self.path = path
         self.clock = Clock()
         self.rollouts = router.service.rollouts
@@ -184,7 +185,7 @@ class Followed:
 
     @property
     def names(self) -> list[str]:
-        return [r.name for r in self.admin.all() if r.origin == "file"]
+        return [r.name for r in self.aliases.all() if r.origin == "file"]
 
 
 @pytest.fixture

@@ -88,7 +88,7 @@ async def test_an_unload_whose_router_stops_is_taken_up(
                 await until_state(router, "mine", "unloading")
             for watcher in watchers * 2:
                 await watcher.step()
-            [row] = two.service.admin.all()
+            [row] = two.service.catalog.rules.aliases.all()
             assert row.drainer == one.service.router_id
         monkeypatch.setattr("loraplex.router.operations.admin._HEARD_S", 0.0)
         for _ in range(2):
@@ -96,7 +96,7 @@ async def test_an_unload_whose_router_stops_is_taken_up(
         for router in (two, three):
             assert (await until_state(router, "mine", "unloaded"))["error"] is None
         assert worker.resident == set()
-        [row] = two.service.admin.all()
+        [row] = two.service.catalog.rules.aliases.all()
         assert row.drainer == ""
         assert [action for action, _ in worker.orders if action == "evict"] == ["evict"]
         assert (await call(three, "POST", "/mine/load")).json()["state"] == "ready"

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 from loraplex.adapters.chat.conversation import REASONING
-from loraplex.router.api.admin.adapters import MAX_PAGE
 from loraplex.router.api.admin.keys import MAX_LISTED
 from loraplex.router.api.admin.organization import MOST_BUCKETS, NEWEST_S
+from loraplex.router.api.admin.pages import MAX_PAGE
 from loraplex.router.api.errors import AnthropicError, Dialect, LoraxError, OpenAIError, error_table
 from loraplex.router.api.files_and_batches import MAX_FILES_LISTED
 from loraplex.router.api.messages.request import REFUSED_OF_TOOL

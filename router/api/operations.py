@@ -15,7 +15,6 @@ from loraplex.router.api.about import (
     VersionAnswer,
 )
 from loraplex.router.api.admin.adapters import (
-    LIST_QUERY,
     AdapterHistory,
     AdapterList,
     AdapterObject,
@@ -47,6 +46,7 @@ from loraplex.router.api.admin.keys import (
 )
 from loraplex.router.api.admin.organization import QUERY as BUCKET_QUERY
 from loraplex.router.api.admin.organization import CompletionsPage, CostPage
+from loraplex.router.api.admin.pages import LIST_QUERY
 from loraplex.router.api.admin.uploads import UPLOAD_QUERY, AdapterFiles, Uploaded
 from loraplex.router.api.cohere_chat import CohereChat, CohereChatBody, CohereEvent
 from loraplex.router.api.errors import Dialect, dialect_of_path

@@ -1,4 +1,4 @@
-"""What is asked of all registered names together, kept up to date as they change. Pure.
+"""Answers about all registered names together, kept up to date as they change. Pure.
 
 A million names are too many to look at one by one: every question here costs what its answer is.
 """

@@ -30,7 +30,6 @@ from loraplex.router.api.admin.adapters import (
     end_tokens,
     format_named,
     parse_digest,
-    parse_page,
     parse_register,
     parse_rollout,
     parse_target,
@@ -40,6 +39,7 @@ from loraplex.router.api.admin.adapters import (
     rollout_object,
     rollout_request,
 )
+from loraplex.router.api.admin.pages import parse_page
 from loraplex.router.api.admin.uploads import Received, Uploaded, parse_upload
 from loraplex.router.api.request.body import decode_body, require
 from loraplex.router.call import RequestError, Secret

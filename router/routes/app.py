@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Lifespan
 
-from loraplex.router.api.admin.adapters import LIST_QUERY
+from loraplex.router.api.admin.pages import LIST_QUERY
 from loraplex.router.api.admin.uploads import UPLOAD_QUERY
 from loraplex.router.api.errors import Dialect, ErrorAnswer, dialect_of_path, error_answer
 from loraplex.router.api.missing_routes import hint

@@ -1,12 +1,21 @@
 """The store of a single router, in its process's memory."""
 
+import secrets
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 
 from loraplex.router.policy import quota
 from loraplex.router.policy.quota import Ask, QuotaAccount, Verdict
-from loraplex.router.shared.store import MAX_COUNTERS, MAX_ROWS, Row, Settlement, Table, TableFull
+from loraplex.router.shared.store import (
+    MAX_COUNTERS,
+    MAX_ROWS,
+    Row,
+    Settlement,
+    Table,
+    TableFull,
+    life_of,
+)
 
 MAX_VALUES = 1 << 16
 MAX_ACCOUNTS = 1 << 16
@@ -19,8 +28,10 @@ class _Rows:
     """The rows of a table, in the order of their last writes, and how many writes there were."""
 
     def __init__(self) -> None:
+        self.life = secrets.token_hex(8)
         self.rows: dict[str, Row] = {}
         self.writes = 0
+        self.forgotten = 0
 
 
 class MemoryStore:
@@ -65,13 +76,13 @@ class MemoryStore:
 
     async def version(self, table: str) -> str:
         found = self._tables.get(table)
-        return "" if found is None else f"memory:{found.writes}"
+        return "" if found is None else f"{found.life}:{found.writes}.{found.forgotten}"
 
     async def read(self, table: str, since: str = "") -> Table:
         found, version = self._tables.get(table), await self.version(table)
-        if found is None or not since:
+        if found is None or life_of(since) != found.life:
             return Table(version, {} if found is None else dict(found.rows))
-        last = int(since.partition(":")[2] or 0)
+        last = int(since.partition(":")[2].partition(".")[0])
         fresh = islice(reversed(found.rows), found.writes - last)
         return Table(version, {key: found.rows[key] for key in fresh}, is_whole=False)
 
@@ -91,7 +102,7 @@ class MemoryStore:
         found = self._tables.setdefault(table, _Rows())
         for key in keys:
             found.rows.pop(key, None)
-        found.writes += 1
+        found.forgotten += 1
 
     async def lease(self, group: str, member: str, value: bytes, ttl_s: float) -> None:
         await self.leased(group)

@@ -1,4 +1,4 @@
-"""What a million registered names cost a router: memory, start, lists, lookups, placement.
+"""Measures a router with a million registered names: memory, start, lists, lookups, placement.
 
 `python -m tools.bench names` registers them in a Redis of its own, starts routers against it, and
 prints one JSON object.

@@ -2,7 +2,7 @@
 SGLang and SageMaker. Pure."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Annotated, Literal, NamedTuple, cast
+from typing import Annotated, Literal, cast
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -522,36 +522,6 @@ def parse_tenant(query: Mapping[str, str]) -> str | None:
             message = f"`tenant`: {field_fault(error, Word)}"
             raise RequestError("invalid", message, param="tenant") from None
     return tenant
-
-
-LIST_QUERY = ("tenant", "search", "after", "limit")
-MAX_PAGE = 1000
-
-
-class Page(NamedTuple):
-    """A part of the list of adapters. search: a part of their names. after: `next` of the page
-    before.
-    """
-
-    tenant: str | None
-    search: str = ""
-    after: str = ""
-    limit: int = MAX_PAGE
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the whole list is asked for."""
-        return self == Page(self.tenant)
-
-
-def parse_page(query: Mapping[str, str]) -> Page:
-    """Reads which adapters to list from the query. Raises RequestError."""
-    tenant, limit = parse_tenant(query), query.get("limit", str(MAX_PAGE))
-    is_count = limit.isascii() and limit.isdecimal() and len(limit) <= 4
-    require(is_count and 0 < int(limit) <= MAX_PAGE, f"expected 1 to {MAX_PAGE}", "limit")
-    search, after = query.get("search", ""), query.get("after", "")
-    require(search.isprintable() and after.isprintable(), "expected a name", "search")
-    return Page(tenant, search, after, int(limit))
 
 
 def parse_target(text: str, param: str, default_source: str) -> AdapterRef:

@@ -171,7 +171,7 @@ async def test_tokens_stay_with_their_owner() -> None:
 async def test_rows_without_a_tenant_are_the_fleets(store: Store) -> None:
     """As they were written before names had owners."""
     plain = msgspec.to_builtins(owned("sql"))
-    del plain["tenant"]
+    assert "tenant" not in plain
     await store.put("adapters", "sql", Row(1, msgspec.json.encode(plain)))
     aliases = Aliases(store, True)
     await aliases.refresh()

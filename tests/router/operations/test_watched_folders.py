@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -214,12 +214,13 @@ class Table:
         self.rows: dict[OwnedName, Registration] = {}
         self.calls: list[str] = []
         self.workers = SimpleNamespace(ready=True)
-        self._all: list[Registration] = []
 
-    def all(self) -> list[Registration]:
-        if len(self._all) != len(self.rows):
-            self._all = list(self.rows.values())
-        return self._all
+    @property
+    def changes(self) -> int:
+        return len(self.rows)
+
+    def concerning(self, origin: str, names: Iterable[OwnedName]) -> list[Registration]:
+        return list(self.rows.values())
 
     async def register(self, request: RegistrationRequest) -> None:
         self.calls.append(request.name.name)

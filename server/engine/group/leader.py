@@ -72,6 +72,7 @@ class GroupExecutor(Generic[T]):
         self._over: defaultdict[str, list[str | None]] = defaultdict(list)
         # Copies of pages that are over in some processes: what failed in each.
         self._copied: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
+        self._ended: list[CopyNews] = []  # over in all processes, and not reported yet
         # Of copies that wait for them, by digest: the numbers of each process that has offered its.
         self._sums: defaultdict[str, list[np.ndarray]] = defaultdict(list)
         # Of pictures that are not in every process, in the order of their start: the errors.
@@ -120,7 +121,8 @@ class GroupExecutor(Generic[T]):
                 found += self._note(news)
         for sums in self._executor.sums_offered():
             self._add(sums)
-        found += self._read_answers()
+        self._read_answers()
+        found, self._ended = found + self._ended, []
         if self._gone.is_set():
             raise GroupLost("a process of the group is gone")
         return found
@@ -134,6 +136,7 @@ class GroupExecutor(Generic[T]):
         """A picture is in once every process has its patches, or none."""
         for news in self._executor.poll_pictures():
             self._note_picture(news)
+        self._read_answers()
         found = []
         while self._pictures and len(self._pictures[0][1]) > len(self._links):
             picture, errors = self._pictures.popleft()
@@ -154,9 +157,8 @@ class GroupExecutor(Generic[T]):
             link.close()
         self._executor.close()
 
-    def _read_answers(self) -> list[CopyNews]:
-        """Note the other processes' answers. Returns copies that are over in all."""
-        found: list[CopyNews] = []
+    def _read_answers(self) -> None:
+        """Note the other processes' answers."""
         with suppress(queue.Empty):
             while True:
                 answer = self._answers.get_nowait()
@@ -165,8 +167,7 @@ class GroupExecutor(Generic[T]):
                 elif isinstance(answer, PictureIn):
                     self._note_picture(answer)
                 else:
-                    found += self._note(answer)
-        return found
+                    self._ended += self._note(answer)
 
     def _note_picture(self, news: PictureIn) -> None:
         """Note what has become of a picture in one process."""

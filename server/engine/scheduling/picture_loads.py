@@ -2,6 +2,7 @@
 
 A sequence has a lease on all of its pictures' results at once, or on none, in order of precedence.
 So sequences never wait for each other's pictures. It holds the lease until its prompt is computed.
+Before it runs, one that comes before it may take its lease away.
 """
 
 from bisect import insort
@@ -12,7 +13,13 @@ from loraplex.server.engine.executor import PictureCopy, PictureIn, PictureLimit
 from loraplex.server.engine.memory.picture_cache import PictureCache, PictureKey
 from loraplex.server.engine.messages import EncodePicture, PicturesWanted, PictureTaken
 from loraplex.server.engine.plan import PlacedPicture
-from loraplex.server.engine.scheduling.sequence import BY_PRECEDENCE, Sequence, discard
+from loraplex.server.engine.scheduling.sequence import (
+    BY_PRECEDENCE,
+    Precedence,
+    Sequence,
+    State,
+    discard,
+)
 
 # Pictures whose patches are on the device, or on their way: one passes the tower, the next comes.
 _MOST_STARTED = 2
@@ -139,8 +146,9 @@ class PictureLoads:
                 PictureKey(span.picture, span.grid): self._limits.blocks(span.length)
                 for span in spans
             }
-            if not self.cache.take(wanted):
-                return
+            while not self.cache.take(wanted):
+                if not self._take_lease_behind(sequence.precedence):
+                    return
             del self._wanting[0]
             self._held[sequence.key] = _Lease(sequence, {*wanted})
             self._has_news = True
@@ -149,6 +157,18 @@ class PictureLoads:
             missing = tuple(key.picture for key in wanted if not self.cache[key].has_patches)
             if missing:
                 self._orders.wanted.append(PicturesWanted(sequence.key, missing))
+
+    def _take_lease_behind(self, precedence: Precedence) -> bool:
+        """Take the lease of the last sequence that comes behind and does not run. False: there is
+        none."""
+        found = [lease.sequence for lease in self._held.values()]
+        behind = [s for s in found if s.precedence > precedence and s.state is not State.RUNNING]
+        if not behind:
+            return False
+        last = max(behind, key=BY_PRECEDENCE)
+        self.cache.release(self._held.pop(last.key).keys)
+        insort(self._wanting, last, key=BY_PRECEDENCE)
+        return True
 
     # ---- answers of the worker and the executor
 

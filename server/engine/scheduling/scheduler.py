@@ -382,7 +382,7 @@ class Scheduler:
                 return  # in order, as below
             if self.pages.is_computed_elsewhere(sequence) or not self.masks.admits(sequence):
                 continue
-            if not self._has_adapter(sequence):
+            if not (self._has_adapter(sequence) and self.pictures.is_ready(sequence)):
                 discard(self._waiting, sequence)
                 self._enqueue(sequence)
             elif not self._begin(batch, sequence):

@@ -1,6 +1,6 @@
 """Pictures over a real socket pair: they are asked for, taken, and computed between steps."""
 
-import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -25,18 +25,19 @@ OPTIONS = CertifyOptions(LIMITS.vocab_size, LIMITS.eos_token_ids)
 
 
 class Noting(CertifyingExecutor):
-    """launched: in order, S = a step, C = a chunk of a tower. A few steps are launched before the
-    pictures are sent."""
+    """launched: in order, S = a step, C = a chunk of a tower. The fifth step waits for `has_come`,
+    which says whether the pictures' messages are there."""
 
     def __init__(self) -> None:
         super().__init__(LIMITS, OPTIONS)
         self.launched = ""
-        self.sent = threading.Event()
+        self.has_come: Callable[[], bool] = lambda: True
 
     def launch(self, plan: StepPlan, meanwhile: Callable[[], None] | None = None) -> FakeTicket:
         self.launched += "S"
-        if len(self.launched) == 5:
-            self.sent.wait(TIMEOUT_S)
+        until = time.monotonic() + TIMEOUT_S
+        while len(self.launched) == 5 and not self.has_come() and time.monotonic() < until:
+            time.sleep(0.001)  # polls a condition, bounded by the deadline
         return super().launch(plan, meanwhile)
 
     def encode(self, layers: int) -> Encoded:
@@ -48,6 +49,11 @@ class Noting(CertifyingExecutor):
 def test_a_stream_goes_on_between_chunks(depth: int) -> None:
     executor = Noting()
     with running(executor, depth) as engine:
+        entries = engine.scheduler.pictures.cache._entries
+        inbox = engine.channel._inbox
+        executor.has_come = lambda: (
+            inbox.qsize() + sum(entry.has_patches for entry in entries.values()) == 2
+        )
         request = pictured([4, "d", "a", 7], max_tokens=5)
         engine.worker.submit(2, request)
         wanted = engine.worker.expect(PicturesWanted)
@@ -57,7 +63,6 @@ def test_a_stream_goes_on_between_chunks(depth: int) -> None:
             grid = GRIDS[picture]
             patches = (grid[1] * grid[2], PICTURES.columns)
             engine.worker.send(EncodePicture(picture, grid, f"of {picture}", *patches))
-        executor.sent.set()
         taken = [engine.worker.expect(PictureTaken) for _ in wanted.pictures]
         assert [(each.segment, each.error) for each in taken] == [("of d", None), ("of a", None)]
         expected = certified_output(

@@ -17,6 +17,8 @@ from loraplex.server.engine.executor import (
     Masks,
     PageCopies,
     PagesCopied,
+    PictureCopy,
+    PictureIn,
 )
 from loraplex.server.engine.framing import receive_frame, send_frame
 from loraplex.server.engine.group.commands import (
@@ -25,8 +27,10 @@ from loraplex.server.engine.group.commands import (
     Command,
     Constrain,
     CopyPages,
+    Encode,
     Launch,
     StartCopy,
+    StartPicture,
     UseCopy,
     decode_command,
     encode,
@@ -51,6 +55,7 @@ class Alone:
         self.calls: list[str] = []
         self.news: list[CopyNews] = []
         self.offered: list[CopySums] = []
+        self.pictures: list[PictureIn] = []
 
     def launch(self, plan: StepPlan, meanwhile: Any = None) -> str:
         self.calls.append(f"launch {plan.step}")
@@ -75,6 +80,16 @@ class Alone:
 
     def add_sums(self, sums: CopySums) -> None:
         self.calls.append(f"add {sums.digest} {np.frombuffer(sums.numbers, np.float32).tolist()}")
+
+    def start_picture(self, copy: PictureCopy) -> None:
+        self.calls.append(f"picture {copy.picture}")
+
+    def poll_pictures(self) -> list[PictureIn]:
+        told, self.pictures = self.pictures, []
+        return told
+
+    def encode(self, layers: int) -> None:
+        self.calls.append(f"encode {layers}")
 
     def close(self) -> None:
         self.calls.append("close")
@@ -137,6 +152,41 @@ def test_what_it_does_the_others_do(pair: Pair) -> None:
     pair.leader.start_copy(copy)
     assert pair.told() == StartCopy(copy)
     assert pair.alone.calls == ["launch 7", "constrain [4]", "copy 2"]
+
+
+def pictures_of(pair: Pair) -> list[PictureIn]:
+    """News of pictures, once there are some."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline:
+        if found := pair.leader.poll_pictures():
+            return found
+        time.sleep(0.001)  # polls a condition, bounded by the deadline
+    raise TimeoutError("no news")
+
+
+def test_a_picture_is_in_once_all_have_its_patches(pair: Pair) -> None:
+    copies = [PictureCopy(name, (1, 2, 2), "segment", 4, 6, (0,)) for name in "ab"]
+    for copy in copies:
+        pair.leader.start_picture(copy)
+        assert pair.told() == StartPicture(copy)
+    pair.alone.pictures = [PictureIn("a"), PictureIn("b", "no memory")]
+    assert pair.leader.poll_pictures() == []
+    pair.answer(PictureIn("a"))
+    assert pictures_of(pair) == [PictureIn("a")]
+    pair.leader.encode(3)
+    assert pair.told() == Encode(3)
+    pair.answer(CopyOver(2, "of nobody"))
+    pair.answer(PictureIn("b", "no memory"))
+    assert pictures_of(pair) == [PictureIn("b", "no memory")]
+    assert pair.alone.calls == ["picture a", "picture b", "encode 3"]
+
+
+def test_a_picture_that_some_lack_is_the_end_of_the_group(pair: Pair) -> None:
+    pair.leader.start_picture(PictureCopy("a", (1, 2, 2), "segment", 4, 6, (0,)))
+    pair.alone.pictures = [PictureIn("a")]
+    pair.answer(PictureIn("a", "it is gone"))
+    with pytest.raises(GroupLost, match="lacks a picture: it is gone"):
+        pictures_of(pair)
 
 
 def test_a_copy_is_over_once_all_have_it(pair: Pair) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from loraplex.server.engine.executor import PictureLimits
 from loraplex.server.engine.memory.picture_cache import PictureCache, PictureKey
 from loraplex.server.engine.scheduling.sequence import State
-from loraplex.server.protocol import GenerateRequest, PictureSpan
+from loraplex.server.protocol import BACKGROUND_PRIORITY, GenerateRequest, PictureSpan
 from tests.certifying.certificates import certified_output, pictured_ids
 from tests.server.engine.harness import Harness, limits, make_request
 
@@ -96,6 +96,25 @@ def test_more_pictures_than_have_room_wait_in_order() -> None:
     made.run()
     for key, request in zip(keys, requests, strict=True):
         assert made.tokens(key) == right(made, request)
+    made.assert_at_rest()
+
+
+def test_a_later_sequence_gives_its_lease_up_before_it_runs() -> None:
+    made = harness(msgspec.structs.replace(PICTURES, num_blocks=2), max_rows=1)
+    first = made.submit(make_request([1, 2], 20))
+    batch, live = pictured([1, "d"], priority=BACKGROUND_PRIORITY), pictured([2, "a"])
+    last = made.submit(batch)
+    for _ in range(12):
+        made.cycle()
+    assert made.scheduler._sequences[last].state is State.WAITING
+    key = made.submit(live)
+    assert made.scheduler.pictures._wanting == [made.scheduler._sequences[last]]
+    made.run()
+    assert made.last(first).finish == "length"
+    ends = {each: made.last(each).finish for each in (key, last)}
+    assert ends == {key: "length", last: "length"}
+    for each, request in ((key, live), (last, batch)):
+        assert made.tokens(each) == right(made, request)
     made.assert_at_rest()
 
 
@@ -234,6 +253,7 @@ def test_any_mixture_ends_right(seed: int) -> None:
             max_tokens=random.randint(1, 9),
             adapter=random.choice([None, "x", "y"]),
             request_id=str(number),
+            priority=random.choice([0, 0, 1, BACKGROUND_PRIORITY]),
         )
         if len(request.prompt_ids) > 40:
             continue

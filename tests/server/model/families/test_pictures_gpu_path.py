@@ -28,11 +28,12 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("backend", ["fa2", "fa3"])
+@pytest.mark.parametrize("backend", ["fa2", pytest.param("fa3", marks=pytest.mark.exhaustive)])
 def test_graphs_and_steps_outside(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Decodes are in graphs, where their rows turn by an offset; steps with pictures are not."""
+    """Decodes are in graphs, where their rows turn by an offset, and so are prompts behind
+    pictures; steps with pictures are not."""
     adapters = {"one": LoraConfig(**LORA["one"])}
     model, again = (make_pictured(num_hidden_layers=2, intermediate_size=48) for _ in range(2))
     packed = {"one": Packed(*pack(add_adapter(again, "one", adapters["one"], 1), "one"))}
@@ -41,7 +42,8 @@ def test_graphs_and_steps_outside(
         requests = [
             pictured([text(2, 0), "b", text(3, 1)], max_tokens=4),
             pictured([text(4, 2), "a", "c"], adapter=digest, max_tokens=4),
-            pictured([text(6, 3)], max_tokens=4),
+            pictured(["c", text(25, 3)], max_tokens=3),
+            pictured([text(6, 4)], max_tokens=3),
         ]
 
         def answers(driver: Driver) -> list[tuple[list[int], list[float | None]]]:
@@ -61,3 +63,4 @@ def test_graphs_and_steps_outside(
             assert own_tokens == tokens
             assert own_logprobs == pytest.approx(logprobs, abs=TOLERANCE)
         assert any(batch > 0 for batch in pair.graphs)
+        assert any(batch < 0 for batch in pair.graphs)

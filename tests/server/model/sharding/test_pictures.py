@@ -8,7 +8,10 @@ import pytest
 from tests.server.model.families.pictured import Pictured, pictured, text
 from tests.server.model.sharding.processes import GroupDriver
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+]
 
 
 def test_each_process_reads_every_picture(tmp_path: Path) -> None:

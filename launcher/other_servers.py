@@ -45,6 +45,7 @@ HF_HUB_CACHE :: --download-dir --huggingface-hub-cache
 --keys-file: in memory, of a key of all adapters :: --api-key+
 """
 VOID = """\
+a renewed certificate is taken up without a restart :: --enable-ssl-refresh
 adapters are always on, with any targets and ranks in a batch :: --enable-lora --lora-dtype
   --lora-target-modules+ --fully-sharded-loras! --lora-backend --lora-eviction-policy
   --enable-lora-overlap-loading --lora-drain-wait-threshold --adapter-cycle-time-s

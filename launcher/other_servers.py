@@ -39,6 +39,8 @@ MODEL :: --model --model-path --model-id
 --tls-cert :: --ssl-certfile
 --tls-key :: --ssl-keyfile
 --cors-origin :: --allowed-origins --cors-allow-origin
+--picture-host: whole names :: --allowed-media-domains+
+--picture-memory=0 :: --language-model-only!
 --default-source :: --default-adapter-source --adapter-source
 --drain-timeout-s :: --shutdown-timeout
 HF_HUB_CACHE :: --download-dir --huggingface-hub-cache
@@ -90,8 +92,8 @@ a model's files are read in one way, and no code among them is run :: --tokenize
   --model-loader-extra-config --skip-server-warmup --trust-remote-code --code-revision
 each request says `return_hidden_states` :: --enable-return-hidden-states
 the route of a request says what is computed :: --runner --task --convert --is-embedding!
-text alone is served :: --limit-mm-* --language-model-only! --mm-* --media-io-kwargs
-  --allowed-local-media-path --allowed-media-domains+
+the model's own files say how images are read, and requests hold them :: --limit-mm-* --mm-*
+  --media-io-kwargs --allowed-local-media-path
 answers and their headers are as the API's page says :: --allow-credentials! --allowed-methods
   --allowed-headers --enable-prompt-tokens-details --enable-cache-report --enable-request-id-headers
   --disable-fastapi-docs --h11-*

@@ -1,5 +1,6 @@
 """Pictures in requests of every API: where they stand in the prompt, and what is refused."""
 
+import asyncio
 import hashlib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -8,7 +9,13 @@ from typing import Any
 import httpx
 import pytest
 
-from loraplex.server.protocol import PictureSpan
+from loraplex.server.protocol import (
+    ErrorCode,
+    GenerateRequest,
+    PicturesMissing,
+    PictureSpan,
+    encode,
+)
 from tests.router.fake_worker import FakeWorker, ids_of, running_worker
 from tests.router.pictures.seeing import (
     CLOSES,
@@ -229,3 +236,33 @@ async def test_a_template_without_images_refuses(tmp_path: Path) -> None:
         answer = await chat(router, [chat_part(data_url(SMALL))])
         assert answer.status_code == 400
         assert "the chat template reads no images" in answer.json()["error"]["message"]
+
+
+async def test_a_sequence_whose_image_cannot_be_sent_goes_on_elsewhere(
+    router: Running, worker: FakeWorker
+) -> None:
+    """The worker asks for a file, and takes none."""
+
+    async def ask(worker: FakeWorker, request: GenerateRequest, index: int) -> ErrorCode | None:
+        if request.attempt == 0:
+            identity = (request.request_id, request.attempt, request.choice)
+            missing = PicturesMissing(*identity, (request.pictures[0].picture,))
+            await worker.send_raw(encode(missing))
+            await asyncio.Event().wait()
+        return None
+
+    worker.before_token = ask
+    answer = await chat(router, [chat_part(data_url(SMALL))])
+    assert answer.status_code == 200, answer.text
+    assert [request.attempt for request in worker.requests] == [0, 1]
+    assert len(worker.aborts) == 1
+
+
+async def test_what_the_decoder_says_is_the_answer(router: Running, worker: FakeWorker) -> None:
+    async def fail(worker: FakeWorker, request: GenerateRequest, index: int) -> ErrorCode | None:
+        return "invalid_image"
+
+    worker.before_token = fail
+    answer = await chat(router, [chat_part(data_url(SMALL))])
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_image")
+    assert len(worker.requests) == 1

@@ -1,6 +1,9 @@
 """Decoded patches against transformers' processor, bit by bit."""
 
 import io
+import random
+import sys
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -57,4 +60,53 @@ def test_turned_pictures_stand_upright(orientation: int) -> None:
         patches, grid = patches_of(data, QWEN)
         wanted, wanted_grid = expected(data, QWEN)
         assert grid == wanted_grid
+        np.testing.assert_array_equal(patches, wanted)
+
+
+ENVIRONMENTS = (Path(sys.prefix), Path(__file__).parents[3] / ".venv-clients")
+
+
+def of_packages() -> list[Path]:
+    """Real pictures that installed packages hold, one of each content."""
+    kinds = (".png", ".jpg", ".jpeg", ".gif", ".webp")
+    found = [
+        path
+        for folder in ENVIRONMENTS
+        for path in sorted(folder.glob("lib/python*/site-packages/**/*"))
+        if path.suffix.lower() in kinds
+    ]
+    return list({path.read_bytes(): path for path in found}.values())
+
+
+@pytest.mark.exhaustive
+def test_pictures_of_packages_are_read_as_by_transformers() -> None:
+    read = 0
+    for path in of_packages():
+        data = path.read_bytes()
+        try:
+            head = read_picture_head(data)
+            QWEN.grid(head.width, head.height)
+        except ValueError:
+            continue  # another format by its name, or too long and thin
+        patches, grid = patches_of(data, QWEN)
+        wanted, wanted_grid = expected(data, QWEN)
+        assert grid == wanted_grid, path
+        np.testing.assert_array_equal(patches, wanted, err_msg=str(path))
+        read += 1
+    assert read >= 20
+
+
+@pytest.mark.exhaustive
+def test_many_sizes_are_read_as_by_transformers() -> None:
+    generator = random.Random(0)
+    for seed in range(200):
+        kind = generator.choice(sorted(MODES))
+        width, height = (int(2 ** generator.uniform(0, 11)) for _ in range(2))
+        if max(width, height) > 200 * min(width, height):
+            continue
+        turned = 1 if kind == "GIF" else generator.randint(1, 8)
+        data = written(kind, generator.choice(MODES[kind]), width, height, seed, turned)
+        patches, grid = patches_of(data, QWEN)
+        wanted, wanted_grid = expected(data, QWEN)
+        assert grid == wanted_grid, (kind, width, height)
         np.testing.assert_array_equal(patches, wanted)

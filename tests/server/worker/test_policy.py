@@ -1,7 +1,9 @@
 """Small pure rules: sizes, dtypes, back-off, stall, devices, frames."""
 
+from collections.abc import Sequence
 from typing import Literal
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +12,13 @@ from loraplex.adapters.base import LAYER_SITES, BaseSpec, LayerModules, ModuleSh
 from loraplex.adapters.common.loopback import is_loopback
 from loraplex.adapters.manifest import SlabDtype
 from loraplex.adapters.ref import AdapterRef
-from loraplex.server.protocol import Abort, AdapterLoad, GenerateRequest, SamplingParams
+from loraplex.server.protocol import (
+    Abort,
+    AdapterLoad,
+    GenerateRequest,
+    PictureSpan,
+    SamplingParams,
+)
 from loraplex.server.worker.address import AddressError, check_exposure, open_listener
 from loraplex.server.worker.process.device import CudaDevice, DeviceError, TorchBuild, choose_device
 from loraplex.server.worker.process.recovery import Backoff, StallWatch, Verdict
@@ -21,6 +29,7 @@ from loraplex.server.worker.process.sizing import (
     choose_extent_bytes,
 )
 from loraplex.server.worker.validation import check_load, check_load_id, check_name, check_request
+from tests.server.pictures.cards import QWEN
 
 DIGEST = "0a" * 32
 H100 = CudaDevice("H100", (9, 0), 80 << 30)
@@ -200,6 +209,40 @@ def test_requests_that_are_refused(bad: GenerateRequest, says: str) -> None:
     assert refused is not None
     assert refused.error == "invalid_request"
     assert says in refused.message
+
+
+GRID = (1, 4, 4)
+PLACED = [1, *[QWEN.token_id] * 4, 2, *[QWEN.token_id] * 4]
+
+
+def pictured(*spans: PictureSpan, ids: Sequence[int] = PLACED) -> GenerateRequest:
+    return msgspec.structs.replace(request(), prompt_ids=list(ids), pictures=spans)
+
+
+@pytest.mark.parametrize(
+    ("spans", "says"),
+    [
+        ((PictureSpan(1, 4, "x", GRID),), "64 hexadecimal"),
+        ((PictureSpan(1, 3, DIGEST, GRID),), "does not make 3 tokens"),
+        ((PictureSpan(1, 0, DIGEST, (1, 0, 4)),), "does not make 0 tokens"),
+        ((PictureSpan(0, 4, DIGEST, GRID),), "no place for a picture at 0"),
+        ((PictureSpan(-4, 4, DIGEST, GRID),), "no place for a picture at -4"),
+        ((PictureSpan(8, 4, DIGEST, GRID),), "no place for a picture at 8"),
+        ((PictureSpan(1, 4, DIGEST, GRID),) * 2, "no place for a picture at 1"),
+    ],
+)
+def test_pictures_without_a_place_are_refused(spans: tuple[PictureSpan, ...], says: str) -> None:
+    refused = check_request(pictured(*spans), 1 << 20, QWEN)
+    assert refused is not None
+    assert says in refused.message
+
+
+def test_pictures_need_a_model_that_reads_them() -> None:
+    good = pictured(PictureSpan(1, 4, DIGEST, GRID), PictureSpan(6, 4, DIGEST, GRID))
+    assert check_request(good, 1 << 20, QWEN) is None
+    refused = check_request(good, 1 << 20, None)
+    assert refused is not None
+    assert "reads no pictures" in refused.message
 
 
 def test_requests_that_are_taken() -> None:

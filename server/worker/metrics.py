@@ -28,6 +28,7 @@ LookupTier = Literal["device", "loading", "host", "disk"]
 # device. The last is also measured without waits for room, other copies and steps.
 LoadPhase = Literal["fetch", "check", "stage", "copy", "transfer"]
 DeviceUseOf = Literal["adapters", "base", "late", "copies"]
+ImageOutcome = Literal["decoded", "refused", "failed"]
 _COPIED: tuple[PageWay, ...] = ("out", "in", "write", "read")
 StepPhase = Literal["plan", "launch", "wait", "commit", "masks"]
 
@@ -41,6 +42,7 @@ class WorkerMetrics:
     def __init__(self) -> None:
         self.meters = Meters(CollectorRegistry(), "loraplex_worker_")
         self._declare_work()
+        self._declare_pictures()
         self._declare_steps()
         self._declare_kv()
         self._declare_adapters()
@@ -72,6 +74,19 @@ class WorkerMetrics:
         self.loop_lag_s = meters.histogram(
             "event_loop_lag_seconds",
             "How much later than due the worker's event loop runs",
+            LATENCY_BUCKETS_S,
+        )
+
+    def _declare_pictures(self) -> None:
+        meters = self.meters
+        self.images = meters.counter(
+            "images",
+            "Images by what became of them; failed: by no fault of the image",
+            {"outcome": get_args(ImageOutcome)},
+        )
+        self.image_decode_s = meters.histogram(
+            "image_decode_seconds",
+            "From an image's file to its patches, with the wait for a process",
             LATENCY_BUCKETS_S,
         )
 

@@ -303,5 +303,5 @@ def _worker(
     if card.vision is not None:
         extras.require("PIL")
         remove_stale()
-        worker.pictures = PictureService(PictureDecoder(card.vision), known.to_engine)
+        worker.pictures = PictureService(PictureDecoder(card.vision), known.to_engine, metrics)
     return worker

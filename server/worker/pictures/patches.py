@@ -5,6 +5,9 @@ import numpy.typing as npt
 
 from loraplex.server.protocol import Grid, VisionCard
 
+# Patches that fit into a processor's cache with all that is made of them.
+_BLOCK = 256
+
 
 def write_patches(
     pixels: bytes, grid: Grid, card: VisionCard, patches: npt.NDArray[np.float32]
@@ -19,12 +22,14 @@ def write_patches(
         high // merge, merge, size, wide // merge, merge, size, 3
     )
     # Places of patches, then colours, lines and columns of one.
-    by_patch = picture.transpose(0, 3, 1, 4, 6, 2, 5)
-    shape = (high // merge, wide // merge, merge, merge, 3, frames, size, size)
-    target = patches.reshape(shape)
-    for colour, levels in enumerate(_levels(card)):
-        target[..., colour, 0, :, :] = levels[by_patch[..., colour, :, :]]
-    target[..., 1:, :, :] = target[..., :1, :, :]
+    by_patch = np.ascontiguousarray(picture.transpose(0, 3, 1, 4, 6, 2, 5))
+    found = by_patch.reshape(high * wide, 3, size * size)
+    target = patches.reshape(high * wide, 3, frames, size * size)
+    levels = _levels(card)
+    for first in range(0, high * wide, _BLOCK):
+        block = slice(first, first + _BLOCK)
+        for colour in range(3):
+            target[block, colour] = levels[colour].take(found[block, colour])[:, None]
 
 
 def _levels(card: VisionCard) -> npt.NDArray[np.float32]:

@@ -6,12 +6,14 @@ engine has taken them.
 """
 
 import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
 from loraplex.server.engine.messages import EncodePicture, PictureFailed, PictureTaken, ToEngine
 from loraplex.server.protocol import BACKGROUND_PRIORITY, GenerateRequest, Grid
+from loraplex.server.worker.metrics import WorkerMetrics
 from loraplex.server.worker.pictures.decoder import NoPatches, PictureDecoder
 from loraplex.server.worker.pictures.segments import PatchSegment
 
@@ -32,9 +34,15 @@ class _Wanted(NamedTuple):
 class PictureService:
     """Answers PicturesWanted of the present engine. to_engine: sends the engine a frame."""
 
-    def __init__(self, decoder: PictureDecoder, to_engine: Callable[[ToEngine], None]) -> None:
+    def __init__(
+        self,
+        decoder: PictureDecoder,
+        to_engine: Callable[[ToEngine], None],
+        metrics: WorkerMetrics,
+    ) -> None:
         self._decoder = decoder
         self._to_engine = to_engine
+        self._metrics = metrics
         self._files: OrderedDict[str, bytes] = OrderedDict()
         self._kept_bytes = 0
         self._wanted: dict[str, _Wanted] = {}
@@ -89,11 +97,15 @@ class PictureService:
     async def _decode(self, picture: str) -> None:
         wanted, data = self._wanted[picture], self._files[picture]
         await self._room.acquire()
-        segment, failed = None, None
+        segment, failed, outcome = None, None, "decoded"
+        began = time.monotonic()
         try:
             segment = await self._decoder.patches(data, *wanted)
         except NoPatches as error:
             failed = PictureFailed(picture, error.message, error.code)
+            outcome = "refused" if error.code == "invalid_image" else "failed"
+        self._metrics.images.labels(outcome).inc()
+        self._metrics.image_decode_s.observe(time.monotonic() - began)
         is_late = self._decoding.get(picture) is not asyncio.current_task()
         if segment is None or is_late:
             self._drop(segment)

@@ -9,6 +9,7 @@ import pytest
 
 from loraplex.server.engine.messages import EncodePicture, PictureFailed, PictureTaken, ToEngine
 from loraplex.server.protocol import GenerateRequest, Grid, PictureSpan, SamplingParams
+from loraplex.server.worker.metrics import WorkerMetrics
 from loraplex.server.worker.pictures import service as service_module
 from loraplex.server.worker.pictures.decoder import NoPatches, PictureDecoder
 from loraplex.server.worker.pictures.segments import PatchSegment, remove_stale
@@ -41,7 +42,8 @@ class Bench:
     def __init__(self) -> None:
         self.decoder = Decoder()
         self.sent: list[ToEngine] = []
-        self.service = PictureService(self.decoder, self.sent.append)
+        self.metrics = WorkerMetrics()
+        self.service = PictureService(self.decoder, self.sent.append, self.metrics)
 
     async def settle(self) -> None:
         """Lets all tasks run that can."""
@@ -102,6 +104,8 @@ def test_what_cannot_be_decoded_fails() -> None:
         bench.service.arrived("a", b"bad")
         await bench.settle()
         assert bench.sent == [PictureFailed("a", "no picture", "invalid_image")]
+        text, _ = bench.metrics.meters.render("")
+        assert b'loraplex_worker_images_total{outcome="refused"} 1.0' in text
 
     run(body)
 

@@ -1,0 +1,155 @@
+"""Encoders of pictures: their configuration, their tensors, and where patches lie."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from transformers.vision_utils import get_vision_position_ids, get_vision_window_index
+
+from loraplex.launcher.known_models import served_families
+from loraplex.server.config import ConfigError
+from loraplex.server.model.checkpoint.checkpoint import CheckpointError, read_config
+from loraplex.server.model.families.registry import read_model
+from loraplex.server.model.ops.memory import memory_table, picture_limits, weights_bytes
+from loraplex.server.model.spec.served_as import served_as
+from loraplex.server.model.tower.geometry import patch_places, window_table
+from loraplex.server.model.weights import load_tower
+from tests.server.model.driver import Driver, engine_config
+from tests.server.model.families.pictured import make_pictured
+from tests.server.model.hub_models import save_model
+
+QWEN = served_families()["qwen2_5_vl"].config
+CPU = torch.device("cpu")
+
+
+def qwen(vision: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    return {**QWEN, "vision_config": {**QWEN["vision_config"], **(vision or {})}, **changes}
+
+
+def test_qwen25_of_seven_billion_parameters() -> None:
+    model = read_model(QWEN)
+    pictures = model.pictures
+    assert pictures is not None
+    assert (pictures.columns, pictures.window, pictures.sections) == (1176, 4, (16, 24, 24))
+    assert (pictures.token_id, pictures.merger.side) == (151655, 2)
+    windows = pictures.tower.windows
+    assert [layer for layer, window in enumerate(windows) if window is None] == [7, 15, 23, 31]
+    assert set(windows) == {None, 64}
+    text = msgspec.structs.replace(model, pictures=None)
+    of_tower = weights_bytes(model, "bfloat16", packed=False)
+    of_tower -= weights_bytes(text, "bfloat16", packed=False)
+    assert of_tower / 2 == pytest.approx(677e6, rel=0.01)
+    assert served_as(model, picture_memory=0) == text
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (qwen({"hidden_act": "gelu"}), 'vision_config: hidden_act must be "silu"'),
+        (qwen({"hidden_size": 1000}), "multiple of 4"),
+        (qwen({"out_hidden_size": 64}), "out_hidden_size must be that of the text part, 3584"),
+        (qwen({"window_size": 20}), "window_size must hold a token"),
+        (qwen({"fullatt_block_indexes": 7}), "must be a list of layers"),
+        (qwen({"depth": 0}), "vision_config: depth must be a positive integer"),
+        (qwen(rope_scaling={"type": "mrope", "mrope_section": [16, 24]}), "three numbers of 64"),
+        ({**QWEN, "vision_config": 3}, "vision_config must be a table"),
+    ],
+)
+def test_refused_by_name(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        read_model(config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        qwen(image_token_id=152064),
+        {key: value for key, value in QWEN.items() if key != "vision_config"},
+        served_families()["qwen2_vl"].config,
+    ],
+)
+def test_models_that_read_no_pictures_here(config: dict[str, Any]) -> None:
+    assert read_model(config).pictures is None
+
+
+def test_memory_of_pictures_is_one_line() -> None:
+    model = read_model(QWEN)
+    engine = engine_config(Path(), device="cuda", dtype="bfloat16", max_step_tokens=8192)
+    lines = {line.name: line.nbytes for line in memory_table(model, engine, 0)}
+    assert engine.picture_memory < lines["pictures"] < 4 << 30
+    none = msgspec.structs.replace(engine, picture_memory=0)
+    assert "pictures" not in {line.name for line in memory_table(model, none, 0)}
+    limits = picture_limits(model, engine, 100_000)
+    assert limits is not None
+    assert (limits.most_tokens, limits.blocks(65)) == (8192, 2)
+    assert limits.num_blocks == engine.picture_memory // (64 * 3584 * 2)
+    little = msgspec.structs.replace(engine, picture_memory=1000)
+    with pytest.raises(ConfigError, match="one block alone takes 458752"):
+        picture_limits(model, little, 100_000)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(make_pictured(num_hidden_layers=1), tmp_path_factory.mktemp("tower"))
+
+
+def changed(folder: Path, to: Path, rename: dict[str, str], **more: torch.Tensor) -> Path:
+    """A copy whose tensors have other names, "" = none, and more of them."""
+    tensors = load_file(folder / "model.safetensors")
+    for old, new in rename.items():
+        found = {name: name.replace(old, new) for name in tensors if old in name}
+        for name, other in found.items():
+            tensor = tensors.pop(name)
+            if new:
+                tensors[other] = tensor
+    save_file({**tensors, **more}, to / "model.safetensors", {"format": "pt"})
+    (to / "config.json").write_text((folder / "config.json").read_text())
+    return to
+
+
+def test_both_spellings_of_names(folder: Path, tmp_path: Path) -> None:
+    model = read_config(folder)
+    new = load_tower(folder, model, torch.float32, CPU)
+    old = changed(folder, tmp_path, {"model.visual.": "visual."})
+    again = load_tower(old, model, torch.float32, CPU)
+    assert torch.equal(new.body.embed, again.body.embed)
+    assert torch.equal(new.first.dequantised(), again.first.dequantised())
+
+
+@pytest.mark.parametrize(
+    ("rename", "words"),
+    [
+        ({"visual.blocks.2.attn.qkv.weight": ""}, r"1 missing: model.layers.2.attn.qkv.weight"),
+        ({"visual.merger.ln_q": "visual.merger.other"}, r"1 missing.* 1 unexpected"),
+    ],
+)
+def test_a_tower_that_is_not_whole(
+    folder: Path, tmp_path: Path, rename: dict[str, str], words: str
+) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        load_tower(changed(folder, tmp_path, rename), read_config(folder), torch.float32, CPU)
+
+
+def test_a_checkpoint_without_a_tower_serves_text(folder: Path, tmp_path: Path) -> None:
+    driver = Driver(changed(folder, tmp_path, {"visual.": ""}))
+    assert driver.executor.limits.pictures is None
+    driver.close()
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 4))
+@settings(max_examples=30, deadline=None)
+def test_patches_lie_as_in_transformers(height: int, width: int, window: int) -> None:
+    grid = (1, 2 * height, 2 * width)
+    of = torch.tensor([grid])
+    assert patch_places(grid, 2).T.tolist() == get_vision_position_ids(of, 2).tolist()
+    tokens, ends = get_vision_window_index(of, 2, window * 2 * 4, 4)
+    patches = (tokens[:, None] * 4 + torch.arange(4)).flatten().numpy()
+    expected = {frozenset(part) for part in np.split(patches, ends[1:-1].tolist())}
+    found = {frozenset(row[row >= 0].tolist()) for row in window_table(grid, 2, window)}
+    assert found == expected

@@ -50,6 +50,8 @@ class RowPictures:
         """Where tokens `start .. start + count` lie by time, height and width, int64 `[3,
         count]`."""
         positions = np.arange(start, start + count)
+        if start >= self.end:
+            return np.tile(positions + self.offset, (3, 1))
         found = np.tile(positions, (3, 1))
         for span in self._spans:
             inside = (positions >= span.start) & (positions < span.end)

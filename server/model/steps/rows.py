@@ -90,24 +90,20 @@ class Rows:
         return any(own is not None and start < own.end for own, start in found)
 
     def turns(
-        self, seq_rows: np.ndarray, starts: np.ndarray, num_new: np.ndarray
+        self, seq_rows: np.ndarray, starts: np.ndarray, num_new: np.ndarray, positions: np.ndarray
     ) -> np.ndarray | None:
         """Where the tokens of slices lie, as of `StepLayout.turns`, on the host; None = where their
-        positions say. Arrays: as of `StepLayout`.
+        positions say, int64 `[tokens]`. Other arrays: as of `StepLayout`.
         """
-        of_each = [self._pictures.get(row) for row in seq_rows.tolist()] if self._pictures else []
-        if not any(of_each):
+        of_each = map(self._pictures.get, seq_rows.tolist()) if self._pictures else ()
+        owners = [(place, own) for place, own in enumerate(of_each) if own is not None]
+        if not owners:
             return None
-        slices = zip(of_each, starts.tolist(), num_new.tolist(), strict=True)
-        return np.concatenate(
-            [
-                np.tile(np.arange(start, start + count), (3, 1))
-                if own is None
-                else own.places(start, count)
-                for own, start, count in slices
-            ],
-            axis=1,
-        )
+        found, ends = np.tile(positions, (3, 1)), np.cumsum(num_new)
+        for place, own in owners:
+            count, end = int(num_new[place]), int(ends[place])
+            found[:, end - count : end] = own.places(int(starts[place]), count)
+        return found
 
     def results(
         self, seq_rows: np.ndarray, starts: np.ndarray, num_new: np.ndarray

@@ -64,7 +64,7 @@ class Step:
             if save.position < piece.start + piece.num_new
         ]
         of_states = np.array(saves, dtype=np.int64).reshape(-1, 3), replays
-        turns = rows.turns(seq_rows, starts, num_new)
+        turns = rows.turns(seq_rows, starts, num_new, positions)
         of_turns = None if turns is None else to_device(turns, rows.device)
         tables = (rows.page_table, rows.long_rows, *of_states, of_turns)
         return cls(

@@ -191,14 +191,17 @@ def release(
                 if entry.name not in stay:
                     found.append((entry.stat().st_mtime, size(entry), entry.path))
     for _, freed, path in sorted(found):
-        if _remove_unused(Path(path)):
+        if remove_unused(Path(path)):
             nbytes -= freed
             if nbytes <= 0:
                 break
     return max(0, nbytes)
 
 
-def _remove_unused(path: Path) -> bool:
+def remove_unused(path: Path) -> bool:
+    """Removes a file or folder unless somebody has it locked. Returns whether it is gone. Raises
+    OSError.
+    """
     with suppress(FileNotFoundError):
         lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:

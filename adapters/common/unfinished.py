@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from loraplex.adapters.common.disk import boot_id, entries_of, release, stored_bytes
+from loraplex.adapters.common.disk import boot_id, entries_of, release, remove_unused, stored_bytes
 from loraplex.adapters.errors import AdapterChanged, AdapterError
 
 # Of downloads that broke off, together.
@@ -70,10 +70,10 @@ def remove_stale(parent: Path) -> None:
             if entry.name.startswith(_KEPT) and 0 <= time.time() - used < KEPT_S:
                 kept.append((used, path))
             else:
-                _remove(path)
+                remove_unused(path)
     for _, path in sorted(kept, reverse=True)[MAX_KEPT:]:
         with suppress(OSError):
-            _remove(path)
+            remove_unused(path)
     release(stored_bytes((parent,)) - MAX_KEPT_BYTES, (parent,))
 
 
@@ -112,13 +112,3 @@ def _lock(folder: Path) -> int | None:
             pass
         os.close(fd)
     return None
-
-
-def _remove(path: Path) -> None:
-    """Removes a file or folder unless somebody has it locked. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
-    finally:
-        os.close(fd)

@@ -19,6 +19,12 @@ const fleetView = new FleetView(feed, names, () => openKeys("admin"));
 const playground = new Playground(feed, names, openKeys);
 const batchView = new BatchView(feed, () => openKeys("api"));
 
+/** One of several bases: how many of its workers are ready, and who waits for them. */
+function baseText(base) {
+  const waits = base.queue + base.waiting;
+  return `${base.name} ${base.workers_ready} of ${base.workers} ready${waits ? `, ${waits} waiting` : ""}`;
+}
+
 function show() {
   const live = byId("live");
   if (live.dataset.state !== feed.state) {
@@ -31,7 +37,8 @@ function show() {
     const ready = fleet.workers.filter((worker) => worker.state === "ready").length;
     const base = fleet.base ? fleet.base.name : "no model yet";
     const gives = fleet.base && !fleet.base.gives.includes("text") ? ` · ${fleet.base.gives.join(", ")}` : "";
-    setText(byId("model"), `${base}${gives} · ${ready} of ${fleet.workers.length} ready`);
+    const one = `${base}${gives} · ${ready} of ${fleet.workers.length} ready`;
+    setText(byId("model"), fleet.bases ? fleet.bases.map(baseText).join(" · ") : one);
   }
   if (typed && feed.status === 401 && feed.state === "locked") announce("The admin key is wrong.");
   if (feed.state === "locked" || feed.state === "live") typed = false;

@@ -210,6 +210,7 @@ function adapterRows(fleet, names, sizes) {
 
 function row(adapter, found, names, sizes) {
   const detail = [];
+  if (adapter.base) detail.push(adapter.base);
   if (adapter.ranks?.length) detail.push(`rank ${ranks(adapter.ranks)}`);
   const size = sizes.get(adapter.digest) ?? adapter.nbytes;
   if (size) detail.push(bytes(size));

@@ -20,6 +20,8 @@ export class Playground {
     this.names = names;
     this.openKeys = openKeys;
     this.models = []; // names; the base first
+    this.parents = new Map(); // a model -> its base; null = it is one
+    this.several = false; // bases
     this.chosen = [];
     this.columns = new Map();
     this.controller = null;
@@ -56,7 +58,8 @@ export class Playground {
       const answer = await request("v1/models", { key: keys.get("api") });
       const { data } = await answer.json();
       this.models = data.map((model) => model.id);
-      this.base = data.find((model) => model.parent === null)?.id ?? null;
+      this.parents = new Map(data.map((model) => [model.id, model.parent]));
+      this.several = data.filter((model) => model.parent === null).length > 1;
       if (!this.chosen.length) this.chosen = this.models.slice(0, 3);
       this.problem = null;
     } catch (error) {
@@ -88,7 +91,7 @@ export class Playground {
       .map((name) => ({
         id: name,
         title: name,
-        detail: name === this.base ? "base" : "",
+        detail: this.isBase(name) ? "base" : this.several ? (this.parents.get(name) ?? "") : "",
         mark: this.markOf(name),
         selected: this.chosen.includes(name),
         badge: this.chosen.includes(name) ? "✓" : "",
@@ -98,8 +101,12 @@ export class Playground {
     byId("chosen").replaceChildren(...this.chosen.map((name) => this.chip(name)));
   }
 
+  isBase(name) {
+    return this.parents.get(name) === null;
+  }
+
   markOf(name) {
-    if (name === this.base) return "var(--muted)";
+    if (this.isBase(name)) return "var(--muted)";
     // Whose key it is, and so which of several it means, is not known here.
     const found = this.feed.fleet?.adapters.filter((adapter) => adapter.name === name) ?? [];
     const digest = found.length === 1 ? found[0].digest : null;

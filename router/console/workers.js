@@ -102,7 +102,8 @@ class WorkerCard {
     const [worker, rates, style, picked] = this.latest;
     this.node.dataset.state = worker.state;
     setText(this.name, worker.id ?? worker.url.replace(/^wss?:\/\//, ""));
-    setText(this.state, STATES[worker.state] ?? worker.state);
+    const state = STATES[worker.state] ?? worker.state;
+    setText(this.state, worker.base ? `${state} · ${worker.base}` : state);
     setAttribute(this.name, "title", worker.url);
     this.figure("tokens/s", digits(worker.rate));
     this.figure("running", digits(worker.running));

@@ -15,7 +15,7 @@ _TOUCHED_BYTES = 256 << 20
 
 
 def map_shared(fd: int, nbytes: int) -> memoryview:
-    """The memory file's bytes, writable.
+    """The memory file's bytes, writable. fd: -1 = memory of no file, of this process alone.
 
     Huge pages are requested, because filling and pinning gigabytes of small pages takes long. The
     system grants them where `/sys/kernel/mm/transparent_hugepage/shmem_enabled` is `advise`.
@@ -23,16 +23,6 @@ def map_shared(fd: int, nbytes: int) -> memoryview:
     if not nbytes:
         return memoryview(b"")
     mapped = mmap.mmap(fd, nbytes)
-    with suppress(OSError):
-        mapped.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(mapped)
-
-
-def map_private(nbytes: int) -> memoryview:
-    """Memory of this process alone; none is taken before it is used. Raises OSError."""
-    if not nbytes:
-        return memoryview(b"")
-    mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):
         mapped.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(mapped)

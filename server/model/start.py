@@ -14,7 +14,7 @@ from loraplex.adapters.sharding import Shard
 from loraplex.adapters.token_rows import new_ids_width
 from loraplex.server.config import AtLoad, ConfigError, EngineConfig
 from loraplex.server.engine.executor import ExecutorLimits, MemoryLine
-from loraplex.server.engine.shared_memory import map_private, pages_made
+from loraplex.server.engine.shared_memory import map_shared, pages_made
 from loraplex.server.model.checkpoint.checkpoint import read_config, read_shards
 from loraplex.server.model.checkpoint.tower_part import has_tower
 from loraplex.server.model.devices.group import Group
@@ -234,7 +234,7 @@ def _make_cache(
 def host_pages_mapped(config: EngineConfig) -> memoryview:
     """The memory of pages below the device. Raises ConfigError."""
     try:
-        return map_private(config.host_kv_memory)
+        return map_shared(-1, config.host_kv_memory)
     except (OSError, OverflowError) as error:
         what = f"{config.host_kv_memory} bytes a process cannot be had"
         raise ConfigError(f"--host-kv-memory: {what} ({error})") from error

@@ -6,7 +6,7 @@ no multiprocessor is taken from the steps.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -25,12 +25,12 @@ _DONE: dict[PageWay, str] = {"write": "written to disk", "read": "read from disk
 
 
 class _Moving(NamedTuple):
-    """Copies under way. ended: recorded behind those of the device. faults: of each page of the
-    disk, why it failed; None = it has not."""
+    """Copies under way. ended: recorded behind those of the device. faults: of each thread that
+    copies pages of the disk, the reasons of those that failed, by place."""
 
     copies: PageCopies
     ended: torch.cuda.Event | None = None
-    faults: Sequence[Future[str | None]] = ()
+    faults: Sequence[Future[dict[int, str]]] = ()
 
     @property
     def is_over(self) -> bool:
@@ -116,18 +116,19 @@ class PageCopier:
         self._slots = []
 
     def _start(self, copies: PageCopies) -> _Moving:
-        match copies.way:
-            case "out" | "in":
-                return self._copy(copies)
-            case "read":
-                return _Moving(copies, faults=self._submit(self._readers, PageFiles.read, copies))
-            case "write":
-                return _Moving(copies, faults=self._submit(self._writer, PageFiles.write, copies))
-            case "drop":
-                files = self._files
-                assert files is not None
-                drops = [self._writer.submit(_fault_of, files.drop, key) for key in copies.keys]
-                return _Moving(copies, faults=drops)
+        files = self._files
+        if copies.way in ("out", "in"):
+            return self._copy(copies)
+        assert files is not None
+        if copies.way == "read":
+            places = range(len(copies.keys))
+            parts = [places[first::_READERS] for first in range(_READERS)]
+            act = partial(self._on_disk, files.read, copies)
+            return _Moving(copies, faults=[self._readers.submit(act, part) for part in parts])
+        act = partial(self._on_disk, files.write, copies)
+        if copies.way == "drop":
+            act = partial(_drop, files, copies)
+        return _Moving(copies, faults=[self._writer.submit(act, range(len(copies.keys)))])
 
     def _copy(self, copies: PageCopies) -> _Moving:
         is_out = copies.way == "out"
@@ -152,35 +153,37 @@ class PageCopier:
                 device, host = pool[page : page + count], slots[slot : slot + count]
                 yield (host, device) if is_out else (device, host)
 
-    def _submit(
+    def _on_disk(
         self,
-        threads: ThreadPoolExecutor,
-        act: Callable[[PageFiles, bytes, Sequence[memoryview]], None],
+        act: Callable[[bytes, Sequence[memoryview]], None],
         copies: PageCopies,
-    ) -> list[Future[str | None]]:
-        files = self._files
-        assert files is not None
-        return [
-            threads.submit(_fault_of, partial(act, files), key, self._pieces(slot))
-            for key, slot in zip(copies.keys, copies.slots, strict=True)
-        ]
+        places: Iterable[int],
+    ) -> dict[int, str]:
+        """In a thread: write, or read, the pages at these places. Returns those that failed."""
+        faults = {}
+        for place in places:
+            try:
+                act(copies.keys[place], self._pieces(copies.slots[place]))
+            except PageFault as fault:
+                faults[place] = str(fault)
+        return faults
 
     def _pieces(self, slot: int) -> list[memoryview]:
         return [memoryview(slots[slot].numpy()) for slots in self._slots]
 
 
-def _fault_of(act: Callable[..., None], *given: object) -> str | None:
-    try:
-        act(*given)
-    except PageFault as fault:
-        return str(fault)
-    return None
+def _drop(files: PageFiles, copies: PageCopies, places: Iterable[int]) -> dict[int, str]:
+    for place in places:
+        files.drop(copies.keys[place])
+    return {}
 
 
 def _told(moving: _Moving) -> PagesCopied:
-    copies, faults = moving.copies, [fault.result() for fault in moving.faults]
-    failed = [place for place, fault in enumerate(faults) if fault is not None]
-    if failed:
-        what, why = _DONE[copies.way], faults[failed[0]]
-        log.warning("%d of %d pages could not be %s: %s", len(failed), len(faults), what, why)
-    return PagesCopied(copies.number, tuple(failed))
+    copies, faults = moving.copies, dict[int, str]()
+    for of_thread in moving.faults:
+        faults |= of_thread.result()
+    if faults:
+        what, why = _DONE[copies.way], next(iter(faults.values()))
+        text = "%d of %d pages could not be %s: %s"
+        log.warning(text, len(faults), len(copies.keys), what, why)
+    return PagesCopied(copies.number, tuple(sorted(faults)))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from loraplex.server.engine.executor import PageCopies, PagesCopied
+from loraplex.server.engine.shared_memory import map_shared
 from loraplex.server.model.pages.page_copier import PageCopier
 from tests.server.model.engine import Engine
 from tests.server.model.families.test_snapshots import Tried
@@ -139,7 +140,7 @@ def test_bits_are_the_same(device: str, kept: torch.dtype, after_steps: bool) ->
         scales = torch.randint(0, 256, (12, 16), dtype=torch.uint8).to(device)
         pools.append(scales.view(torch.float32))
     slots, nbytes = 8, sum(pool.view(torch.uint8).shape[1] for pool in pools)
-    memory = memoryview(bytearray(slots * nbytes + 5))
+    memory = map_shared(-1, slots * nbytes + 5)
     copier = PageCopier(pools, memory, slots, None, after_steps=after_steps)
     before = [pool.view(torch.uint8).clone() for pool in pools]
     copied(copier, PageCopies(1, "out", (3, 4, 5, 9, 0), (6, 7, 2, 3, 0)))
@@ -157,7 +158,7 @@ def test_copies_beside_steps_do_not_wait_for_them() -> None:
     """On a device that is busy for long, `start` and `poll` return at once, and the copy ends
     before the steps do."""
     pool = torch.randint(0, 100, (64, 1 << 16), dtype=torch.int8, device="cuda")
-    memory = memoryview(bytearray(64 << 16))
+    memory = map_shared(-1, 64 << 16)
     copier = PageCopier([pool], memory, 64, None, after_steps=False)
     sleep: Any = torch.cuda._sleep
     sleep(4_000_000_000)

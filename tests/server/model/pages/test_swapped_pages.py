@@ -1,8 +1,9 @@
 """Pages that leave the device and come back: bit for bit, and in answers."""
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from loraplex.server.engine.shared_memory import map_shared
 from loraplex.server.model.pages.page_copier import PageCopier
 from tests.server.model.engine import Engine
 from tests.server.model.families.test_snapshots import Tried
+from tests.server.model.sharding.processes import GroupDriver
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
@@ -167,3 +169,27 @@ def test_copies_beside_steps_do_not_wait_for_them() -> None:
     assert not busy.query()
     torch.cuda.synchronize()
     copier.close()
+
+
+@pytest.mark.exhaustive
+def test_processes_copy_what_the_first_one_decides(tmp_path: Path) -> None:
+    base = Tried(tmp_path / "model", "llama3", 2, **BELOW)
+    base.driver.close()
+    changes = {"snapshot_memory": 0, "max_step_tokens": 24, **BELOW}
+    base.driver = GroupDriver(tmp_path / "model", 2, tmp_path / "meeting", **changes)
+    engine = base.engine(num_pages=60)
+    poll, plain = base.driver.executor.poll_copies, cast(Any, engine.executor)
+
+    def wait_and_poll() -> Any:
+        news = poll()
+        if not news and engine.scheduler.swaps.is_copying:
+            time.sleep(0.002)  # polls a condition, bounded by the harness's cycles
+        return news
+
+    plain._poll = wait_and_poll
+    wishes = [base.wish(shuffled(0)), base.wish(shuffled(1), "rank16")]
+    base.ask(engine, *wishes)
+    lose(base, engine, range(2, 7))
+    base.ask(engine, *wishes)
+    assert engine.scheduler.stats().swaps.fetched > 20
+    base.driver.close()

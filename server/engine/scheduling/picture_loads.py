@@ -86,8 +86,9 @@ class PictureLoads:
 
     def want(self, sequence: Sequence) -> None:
         """The sequence will read its pictures. To say so again changes nothing."""
-        known = sequence.key in self._held or sequence in self._wanting
-        if sequence.request.pictures and not known:
+        if not sequence.request.pictures:
+            return
+        if sequence.key not in self._held and sequence not in self._wanting:
             insort(self._wanting, sequence, key=BY_PRECEDENCE)
             self._place()
 
@@ -117,9 +118,11 @@ class PictureLoads:
         lease = self._held.pop(sequence.key, None)
         if lease is not None:
             self.cache.release(lease.keys)
-            self._place()
         elif self._wanting:
-            discard(self._wanting, sequence)
+            discard(self._wanting, sequence)  # others may have room now
+        else:
+            return
+        self._place()
 
     def computed(self, sequence: Sequence, end: int) -> None:
         """The sequence's first `end` tokens are computed."""

@@ -167,6 +167,19 @@ def test_aborts_leave_nothing_behind() -> None:
     assert made.scheduler.pictures.cache[PictureKey("a", GRIDS["a"])].is_ready
 
 
+def test_who_waits_behind_a_sequence_that_is_aborted_goes_on() -> None:
+    made = harness(msgspec.structs.replace(PICTURES, num_blocks=3))
+    made.auto_pictures = False
+    first, large, small = (made.submit(pictured([1, name])) for name in ("d", "b", "c"))
+    assert [asked.key for asked in made.asked] == [first]
+    made.abort(large)
+    assert [asked.key for asked in made.asked] == [first, small]
+    made.auto_pictures = True
+    made.run()
+    assert {made.last(key).finish for key in (first, small)} == {"length"}
+    made.assert_at_rest()
+
+
 def test_a_failed_device_fails_pictures_on_their_way() -> None:
     made = harness()
     key = made.submit(pictured([1, "d"]))

@@ -78,7 +78,7 @@ def read_same_windows(fields: Fields, sizes: ModelSizes, window: object) -> tupl
     """Read each layer's window, as `read_windows` does, for a family whose layers all have the
     window.
     """
-    kinds = fields.config.get("layer_types") or ()
+    kinds = fields.listed("layer_types")
     if window and any(kind != "sliding_attention" for kind in kinds):
         fields.refuse("layer_types: in this family all layers have the window")
     return family.read_windows(fields, sizes, window)
@@ -175,8 +175,4 @@ def read_groups(fields: Fields, moe: MoeSpec, best_of_group: int) -> tuple[int, 
 
 def read_first_dense(fields: Fields, sizes: ModelSizes, usual: int) -> frozenset[int]:
     """The layers with experts: those behind the first ones, whose number `config.json` says."""
-    first = fields.config.get("first_k_dense_replace", usual)
-    if type(first) is not int or first < 0:
-        fields.refuse(f"first_k_dense_replace must be a number of layers, got {first!r}")
-        first = 0
-    return frozenset(range(first, sizes.layers))
+    return frozenset(range(fields.count("first_k_dense_replace", usual), sizes.layers))

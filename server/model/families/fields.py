@@ -46,6 +46,23 @@ class Fields:
             return 1
         return value
 
+    def count(self, key: str, default: int) -> int:
+        """An integer at the top level that may be 0; 0 when it is malformed. default: without the
+        key."""
+        value = self.config.get(key, default)
+        if type(value) is not int or value < 0:
+            self.refuse(f"{key} must be an integer from 0 on, got {value!r}")
+            return 0
+        return value
+
+    def listed(self, key: str) -> list[Any]:
+        """A list at the top level; empty where nothing is said."""
+        value = self.config.get(key)
+        if value is None or isinstance(value, list):
+            return value or []
+        self.refuse(f"{key} must be a list, got {value!r}")
+        return []
+
     def number(self, table: Mapping[str, Any], key: str, default: float | None) -> float:
         """A positive, finite number of `table`; 1 when it is malformed."""
         value = table.get(key)

@@ -102,7 +102,10 @@ def original_context(
     """Tokens of a context before scaling."""
     key = "original_max_position_embeddings"
     value = fields.config.get(key) or rules.original_context or table.get(key)
-    return int(fields.number({key: value}, key, sizes.positions))
+    found = fields.number({key: value}, key, sizes.positions)
+    if found < 1:
+        fields.refuse(f"{key} must be at least 1, got {value!r}")
+    return max(int(found), 1)
 
 
 class _Source(NamedTuple):

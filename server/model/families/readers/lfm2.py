@@ -55,10 +55,7 @@ def read_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     """LFM2 with experts, but in the first layers."""
     config = fields.config
     sizes = _read_sizes(fields)
-    dense = config.get("num_dense_layers", 2)
-    if type(dense) is not int or dense < 0:
-        fields.refuse(f"num_dense_layers must be a number of layers, got {dense!r}")
-        dense = 0
+    dense = fields.count("num_dense_layers", 2)
     feeds: list[tuple[FeedForward, ...]] = [
         (_mlp(sizes),) if number < dense else (_read_experts(fields, sizes),)
         for number in range(sizes.layers)

@@ -81,7 +81,8 @@ def _read_kinds(fields: Fields) -> list[str]:
         pattern = config.get("hybrid_override_pattern", "ME*-")
         said = [_OF_LETTER.get(letter) for letter in str(pattern)]
     kinds = mamba.current_kinds(said)
-    if not isinstance(kinds, list) or not kinds or not set(kinds) <= set(_OF_LETTER.values()):
+    known = isinstance(kinds, list) and all(kind in [*_OF_LETTER.values()] for kind in kinds)
+    if not isinstance(kinds, list) or not kinds or not known:
         fields.refuse(f"layers_block_type must list {', '.join(_OF_LETTER.values())}")
         return [FULL]
     return kinds

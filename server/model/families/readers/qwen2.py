@@ -32,5 +32,5 @@ def read_windows(fields: Fields, sizes: family.ModelSizes) -> tuple[int | None, 
     config = fields.config
     asked = config.get("use_sliding_window", False)
     window = config.get("sliding_window", _WINDOW) if asked else None
-    first = config.get("max_window_layers", _WINDOW_LAYERS)
+    first = fields.count("max_window_layers", _WINDOW_LAYERS)
     return family.read_windows(fields, sizes, window, lambda layer: layer >= first)

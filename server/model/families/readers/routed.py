@@ -42,7 +42,7 @@ def read_qwen2_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     sizes = read_sizes(fields, kv_heads=16)
     rope, max_context = read_rope(fields, sizes)
     asked = config.get("use_sliding_window", False)
-    before = config.get("max_window_layers", 28)
+    before = fields.count("max_window_layers", 28)
     windows = family.read_windows(
         fields,
         sizes,
@@ -100,7 +100,7 @@ def read_dots1(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     sizes = read_sizes(fields, kv_heads=32)
     rope, max_context = read_rope(fields, sizes)
     biases = family.attention_biases(fields)
-    first = config.get("max_window_layers", 62)
+    first = fields.count("max_window_layers", 62)
     window = config.get("sliding_window", 4096)
     layers = [
         family.layer(

@@ -52,6 +52,6 @@ def _read_windows(
     """Layers without rotation have one, where `layer_types` says nothing."""
     config = fields.config
     window = config.get("sliding_window") if config.get("use_sliding_window") else None
-    if window is None and family.WINDOWED in (config.get("layer_types") or ()):
+    if window is None and family.WINDOWED in fields.listed("layer_types"):
         fields.refuse(f"layer_types: {family.WINDOWED} needs use_sliding_window and sliding_window")
     return family.read_windows(fields, sizes, window, lambda layer: not turns[layer])

@@ -191,7 +191,7 @@ LFM2_MOE = {**LFM2, "model_type": "lfm2_moe", "architectures": ["Lfm2MoeForCausa
         (LFM2, {"layer_types": [LINEAR, FULL]}, "layer_types must say conv or full_attention"),
         (LFM2, {"conv_L_cache": 1}, "conv_L_cache must be at least 2"),
         (LFM2, {"layer_types": None, "full_attn_idxs": 3}, "full_attn_idxs must be a list"),
-        (LFM2_MOE, {"num_dense_layers": -1}, "num_dense_layers must be a number of layers"),
+        (LFM2_MOE, {"num_dense_layers": -1}, "num_dense_layers must be an integer from 0"),
         (LFM2_MOE, {"layer_types": None}, "layer_types must say conv or full_attention"),
         (BAMBA, {"attn_layer_indices": None}, "without layers that attend"),
         (BAMBA, {"mamba_d_head": 3}, "8 mamba_n_heads of mamba_d_head 3 are not"),

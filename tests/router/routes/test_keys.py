@@ -498,7 +498,7 @@ async def test_the_curl_lines_of_the_docs(guarded: Running) -> None:
         for block in re.findall(r"```sh\n(.*?)```", page, re.S)
         for command in block.split("curl ")[1:]
     ]
-    assert len(commands) == 7
+    assert len(commands) == 8
     for command in commands:
         told = await asyncio.create_subprocess_shell(
             command.replace("localhost:8080", address).replace("curl ", "curl -sS ", 1),

@@ -71,7 +71,7 @@ async def test_registered_adapters_have_names_and_no_others(tmp_path: Path) -> N
             assert found["loraplex_adapter_generated_tokens_total", frozenset({name})] == 5
         (info,) = (values for name, values in found if name == "loraplex_adapter_info")
         assert info == {"mine", "registered", "8", "false"}
-        assert not any("org" in value for _, values in found for value in values)
+        assert not any("org/" in value for _, values in found for value in values)
 
 
 async def test_latencies_are_measured_once_a_request(tmp_path: Path) -> None:

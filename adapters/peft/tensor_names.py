@@ -224,6 +224,16 @@ NAMINGS = (
         )
         for body in ("distilbert.", "")
     ),
+    *(
+        Naming(
+            "a model with ModernBERT's names",
+            body,
+            "" if body else None,
+            modules=("attn.W", "mlp.W"),
+            embedding="embeddings.tok_embeddings",
+        )
+        for body in (_BODY, "")
+    ),
     Naming(
         "a model with ChatGLM's names",
         "transformer.encoder.",

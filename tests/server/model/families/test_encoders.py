@@ -227,3 +227,25 @@ def test_pairs_of_texts(tmp_path: Path) -> None:
         found = outputs(peft, adapter, stream.tokens, token_type_ids=types)
         assert_near(stream, found.logits[0])
     driver.close()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("options", ["modules_to_save", "trainable_token_indices"])
+@pytest.mark.parametrize("name", ["bert", "deberta", "modernbert"])
+def test_own_rows_of_the_embedding(name: str, options: str, tmp_path: Path) -> None:
+    table = "tok_embeddings" if name == "modernbert" else "word_embeddings"
+    wish: dict[str, Any] = {options: {table: [4, 6, 8]} if "token" in options else [table]}
+    driver = Driver(save_model(random(AutoModel, name), tmp_path))
+    config = LoraConfig(r=3, target_modules=list(ENCODERS[name].few[:1]), **wish)
+    peft = add_adapter(random(AutoModel, name), "one", config, 1)
+    with torch.no_grad():
+        for parameter_name, parameter in peft.named_parameters():
+            if parameter.requires_grad and "lora_" not in parameter_name:
+                parameter.add_(torch.randn(parameter.shape, generator=_seeded(2)), alpha=0.3)
+    slots = load_all(driver, peft, ["one"])
+    ids = [4, 6, 8, *text(9, 1)]
+    stream = Stream(driver, 0, ids, slot=slots["one"]).read_for(VectorParams(pooling="mean"))
+    generate(driver, [stream], 0, 64)
+    states = outputs(peft, "one", ids).last_hidden_state[0]
+    assert_near(stream, pooled(states, "mean"))
+    driver.close()

@@ -230,7 +230,7 @@ class SwapStats(msgspec.Struct, frozen=True, array_like=True):
 
     host: int = 0
     disk: int = 0
-    fetched: int = 0
+    recalled: int = 0
     copied: dict[PageWay, int] = {}
     failed: dict[PageWay, int] = {}
 

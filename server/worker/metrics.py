@@ -169,8 +169,8 @@ class WorkerMetrics:
             " are computed again",
             {"way": ("write", "read")},
         )
-        self.fetched_pages = meters.counter(
-            "fetched_kv_pages", "KV pages that sequences waited for instead of computing them"
+        self.recalled_pages = meters.counter(
+            "recalled_kv_pages", "KV pages that sequences waited for instead of computing them"
         )
 
     def _declare_adapters(self) -> None:
@@ -302,7 +302,7 @@ class WorkerMetrics:
     def _note_swaps(self, seen: SwapStats, now: SwapStats) -> None:
         self.kept_pages.labels("host").set(now.host)
         self.kept_pages.labels("disk").set(now.disk)
-        self.fetched_pages.inc(max(now.fetched - seen.fetched, 0))
+        self.recalled_pages.inc(max(now.recalled - seen.recalled, 0))
         for way in _COPIED:
             copied = now.copied.get(way, 0) - seen.copied.get(way, 0)
             self.page_copies.labels(way).inc(max(copied, 0))

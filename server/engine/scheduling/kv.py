@@ -94,12 +94,12 @@ class SequencePages:
                 return False
         return False
 
-    def fetch(self, sequence: Sequence, reserve: int) -> bool | None:
+    def recall(self, sequence: Sequence, reserve: int) -> bool | None:
         """Begin to bring pages back to the device from which a prompt can go on, and hold them.
         None = there are none for which the prompt should wait. False unless all pages of its
         prompt could be taken, and `reserve` pages a group be left.
         """
-        keys, full = self._worth_fetching(sequence)
+        keys, full = self._worth_recalling(sequence)
         found = [(key, self.pool.page_of(key)) for key in keys]
         held = [page for _, page in found if page is not None]
         missing = [key for key, page in found if page is None]
@@ -115,10 +115,10 @@ class SequencePages:
         self.pool.hold(held)
         pages = self.pool.allocate(len(missing))
         assert pages is not None
-        self.swaps.fetch(sequence.key, missing, pages, held)
+        self.swaps.recall(sequence.key, missing, pages, held)
         return True
 
-    def _worth_fetching(self, sequence: Sequence) -> tuple[list[PageHash], int]:
+    def _worth_recalling(self, sequence: Sequence) -> tuple[list[PageHash], int]:
         """Keys of all pages that a prompt reads if it goes on from pages below the device, and how
         many full pages lie before that place; no keys where that saves little."""
         if not self.swaps:

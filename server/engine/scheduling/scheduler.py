@@ -78,7 +78,7 @@ class Scheduler:
         self.arena = AdapterArena(limits.arena_extents, limits.extent_bytes, limits.adapter_slots)
         self.loads = AdapterLoads(self.arena, config.max_loading, config.drain_after_s)
         self.shares = DeviceShares(limits, self.arena)
-        self.grammars, self.fetches = GrammarWaits(), PageWaits(self.swaps)
+        self.grammars, self.recalls = GrammarWaits(), PageWaits(self.swaps)
         self.pictures = PictureLoads(limits.pictures)
         self.masks = MaskShare()
         self.drafting = Drafting(config.max_draft, config.draft_memory)
@@ -134,8 +134,7 @@ class Scheduler:
         if outcome.state == "over":
             self._finish(sequence, "stop")
         else:
-            sequence.move(State.WAITING)
-            self._enqueue(sequence)
+            self._wait(sequence)
 
     def abort(self, key: int) -> None:
         """End a sequence with finish `abort`. An unknown key has ended already."""
@@ -171,10 +170,7 @@ class Scheduler:
     def copy_news(self, news: CopyNews, now: float) -> None:
         if isinstance(news, PagesCopied):
             self.swaps.over(news, now)
-            for sequence in self.fetches.take_served():
-                sequence.move(State.WAITING)
-                self._enqueue(sequence)
-            self.swaps.go_on(now)
+            self._go_on_swapping(now)
             return
         if isinstance(news, CopyUsable):
             self.loads.usable(news.digest, now)
@@ -182,8 +178,7 @@ class Scheduler:
             self.shares.usable(news.digest, waiters)
             for sequence in waiters:
                 sequence.load_s += now - sequence.parked_at
-                sequence.move(State.WAITING)
-                self._enqueue(sequence)
+                self._wait(sequence)
             return
         self.loads.over(news.digest, news.error)
         self.shares.copied(news.digest, news.copy_s)
@@ -223,7 +218,7 @@ class Scheduler:
 
     @property
     def _num_parked(self) -> int:
-        loading = self.loads.num_parked + len(self.pictures) + len(self.fetches)
+        loading = self.loads.num_parked + len(self.pictures) + len(self.recalls)
         return loading + len(self.grammars)
 
     def next_deadline(self) -> float | None:
@@ -255,8 +250,7 @@ class Scheduler:
         self._expire(now)
         self._make_room(now)
         for sequence in self.pictures.take_ready():
-            sequence.move(State.WAITING)
-            self._enqueue(sequence)
+            self._wait(sequence)
         self.pages.begin_plan()
         running = list(self._running)
         soon = len(running) + min(len(self._waiting), len(self.rows.free))
@@ -279,7 +273,7 @@ class Scheduler:
         if not (batch.sequences or self._in_flight) and self.prompts.forgive():
             self._add_prompts(batch, longer)
         self._ask()
-        self.swaps.go_on(now)
+        self._go_on_swapping(now)
         if not batch.sequences:
             return None
         batch.load = self.prompts.end()
@@ -316,6 +310,11 @@ class Scheduler:
         self._now = now
         self._make_room(now)
         self._ask()
+
+    def _go_on_swapping(self, now: float) -> None:
+        self.swaps.go_on(now)
+        for sequence in self.recalls.take_served():
+            self._wait(sequence)
 
     def _make_room(self, now: float) -> None:
         self.loads.drop_condemned(self._sequences.values())
@@ -354,12 +353,11 @@ class Scheduler:
     def _give_way(self, to: Sequence | None = None) -> bool:
         """Have the last sequence that waits for pages give up those that it holds, to another one
         before it. to: None = to any. Whether there was one."""
-        last = self.fetches.last(None if to is None else to.precedence)
+        last = self.recalls.last(None if to is None else to.precedence)
         if last is None:
             return False
-        self.fetches.give_up(last)
-        last.move(State.WAITING)
-        self._enqueue(last)
+        self.recalls.give_up(last)
+        self._wait(last)
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -392,11 +390,11 @@ class Scheduler:
         """Start a waiting sequence, or have it wait for pages that come back to the device. False:
         there are not enough pages."""
         while True:
-            reserve = len(self._running) + len(self.fetches)
-            is_coming = self.pages.fetch(sequence, reserve)
+            reserve = len(self._running) + len(self.recalls)
+            is_coming = self.pages.recall(sequence, reserve)
             if is_coming:
                 discard(self._waiting, sequence)
-                self.fetches.park(sequence)
+                self.recalls.park(sequence)
                 return True
             if is_coming is None and self.pages.take(sequence, reserve):
                 self._start(batch, sequence)
@@ -545,7 +543,7 @@ class Scheduler:
         elif sequence.state is State.NEEDS_GRAMMAR:
             self.grammars.abandon(sequence.key)
         elif sequence.state is State.NEEDS_PAGES:
-            self.fetches.give_up(sequence)
+            self.recalls.give_up(sequence)
         else:
             discard(self._waiting, sequence)
         sequence.move(State.FINISHED)
@@ -565,8 +563,7 @@ class Scheduler:
         self._release(sequence)
         if not over:
             discard(self._running, sequence)
-            sequence.move(State.WAITING)
-            self._enqueue(sequence)
+            self._wait(sequence)
 
     def _release(self, sequence: Sequence) -> None:
         if sequence.leaving and sequence.state is State.RUNNING:
@@ -580,6 +577,10 @@ class Scheduler:
         sequence.seq_row = sequence.adapter_slot = -1
         sequence.leaving = False
         sequence.prompt_logprobs.clear()
+
+    def _wait(self, sequence: Sequence) -> None:
+        sequence.move(State.WAITING)
+        self._enqueue(sequence)
 
     def _enqueue(self, sequence: Sequence) -> None:
         self.pictures.want(sequence)

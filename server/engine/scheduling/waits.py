@@ -89,7 +89,7 @@ class PageWaits:
     def take_served(self) -> list[Sequence]:
         """The sequences whose pages have come, or turned out not to be there; they are parked no
         longer."""
-        return [self._parked.pop(key) for key in self._swaps.take_fetched()]
+        return [self._parked.pop(key) for key in self._swaps.take_recalled()]
 
     def last(self, after: Precedence | None = None) -> Sequence | None:
         """The parked sequence that comes last, if it comes after this place."""

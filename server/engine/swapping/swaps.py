@@ -26,7 +26,7 @@ _NONE = SwapStats()
 
 
 @dataclass(slots=True, eq=False)
-class Fetch:
+class Recall:
     """Pages that a parked sequence waits for. held: pages that it holds meanwhile: those that were
     on the device, and those that come. left: copies that are not over."""
 
@@ -45,19 +45,19 @@ class _Move:
     page: int = -1
     slot: int = -1
     stored: int = -1
-    fetch: Fetch | None = None
+    recall: Recall | None = None
     is_void: bool = False
 
     @property
     def is_wanted(self) -> bool:
-        return self.fetch is None or not self.fetch.is_over
+        return self.recall is None or not self.recall.is_over
 
 
 class PageSwaps:
     """Host memory and the disk below a pool of pages.
 
     `go_on` begins copies, and `over` takes their ends. The caller takes `take_copies` to the
-    executor, and the fetches that are over from `take_fetched`.
+    executor, and the recalls that are over from `take_recalled`.
     """
 
     def __init__(
@@ -78,14 +78,14 @@ class PageSwaps:
         self._batches: dict[int, tuple[PageWay, list[_Move]]] = {}
         self._queues: dict[PageWay, deque[_Move]] = {"in": deque(), "read": deque()}
         self._moving: dict[PageWay, set[PageHash]] = {"out": set(), "write": set()}
-        self._fetches: dict[int, Fetch] = {}
-        self.coming: dict[PageHash, Fetch] = {}  # pages on their way to the device
+        self._recalls: dict[int, Recall] = {}
+        self.coming: dict[PageHash, Recall] = {}  # pages on their way to the device
         self._copies: list[PageCopies] = []
-        self._fetched: list[Fetch] = []
+        self._recalled: list[Recall] = []
         self._number = 0
         self._looks_at = self._writes_at = 0.0  # not before
         self._seen_idled = 0
-        self._fetched_pages = 0
+        self._recalled_pages = 0
         self._copied, self._failed = Counter[PageWay](), Counter[PageWay]()
         for digest in stored:
             if (taken := self.disk.take()) is not None:
@@ -117,11 +117,11 @@ class PageSwaps:
         if not self:
             return _NONE
         host, disk = self.host.num_kept, self.disk.num_kept
-        return SwapStats(host, disk, self._fetched_pages, dict(self._copied), dict(self._failed))
+        return SwapStats(host, disk, self._recalled_pages, dict(self._copied), dict(self._failed))
 
-    # ---- fetches
+    # ---- recalls
 
-    def fetch(
+    def recall(
         self, key: int, missing: Sequence[PageHash], pages: Sequence[int], held: Sequence[int]
     ) -> None:
         """Bring pages that are known here to the device, for a sequence that waits for them.
@@ -129,11 +129,11 @@ class PageSwaps:
         pages: held ones of the device, for those that are missing. held: others that the sequence
         holds meanwhile.
         """
-        fetch = self._fetches[key] = Fetch(key, [*held, *pages], len(missing))
-        self._fetched_pages += len(missing)
+        recall = self._recalls[key] = Recall(key, [*held, *pages], len(missing))
+        self._recalled_pages += len(missing)
         for digest, page in zip(missing, pages, strict=True):
-            self.coming.setdefault(digest, fetch)
-            move = _Move(digest, page, fetch=fetch)
+            self.coming.setdefault(digest, recall)
+            move = _Move(digest, page, recall=recall)
             if self.host.knows(digest):
                 move.slot = self.host.use(digest)
                 self._queues["in"].append(move)
@@ -143,28 +143,28 @@ class PageSwaps:
 
     def abandon(self, key: int) -> None:
         """The sequence waits no more. Copies that have begun go on for whoever comes next."""
-        self._end(self._fetches[key])
+        self._end(self._recalls[key])
 
-    def take_fetched(self) -> list[int]:
-        """Keys of sequences whose fetches are over since the last call; some pages may have turned
+    def take_recalled(self) -> list[int]:
+        """Keys of sequences whose recalls are over since the last call; some pages may have turned
         out not to be there."""
-        fetched, self._fetched = self._fetched, []
-        return [fetch.key for fetch in fetched]
+        recalled, self._recalled = self._recalled, []
+        return [recall.key for recall in recalled]
 
-    def _end(self, fetch: Fetch) -> None:
-        fetch.is_over = True
-        del self._fetches[fetch.key]
-        self.coming = {key: of for key, of in self.coming.items() if of is not fetch}
-        self._pool.release(fetch.held)
+    def _end(self, recall: Recall) -> None:
+        recall.is_over = True
+        del self._recalls[recall.key]
+        self.coming = {key: of for key, of in self.coming.items() if of is not recall}
+        self._pool.release(recall.held)
 
     def _arrived(self, move: _Move) -> None:
-        fetch = move.fetch
-        if fetch is None or fetch.is_over:
+        recall = move.recall
+        if recall is None or recall.is_over:
             return
-        fetch.left -= 1
-        if not fetch.left:
-            self._end(fetch)
-            self._fetched.append(fetch)
+        recall.left -= 1
+        if not recall.left:
+            self._end(recall)
+            self._recalled.append(recall)
 
     # ---- copies
 

@@ -387,7 +387,7 @@ class Harness:
         assert not self.scheduler._departing
         assert not self.scheduler._sequences
         assert not self.scheduler.swaps.coming
-        assert not self.scheduler.fetches
+        assert not self.scheduler.recalls
         assert not self.scheduler.loads._condemned
         assert len(self.taken) == self.segments
         pictures, limits = self.scheduler.pictures, self.limits.pictures

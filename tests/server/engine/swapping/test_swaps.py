@@ -7,12 +7,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from loraplex.server.engine.memory.pages import PageHash
+from loraplex.server.engine.executor import PagesCopied
+from loraplex.server.engine.memory.pages import PageHash, PagePool
 from loraplex.server.engine.messages import SwapStats
 from loraplex.server.engine.swapping.page_store import PageStore
+from loraplex.server.engine.swapping.swaps import PageSwaps
 from loraplex.server.protocol import GenerateRequest
 from tests.certifying.certificates import certified_output
 from tests.server.engine.harness import Harness, limits, make_request
+from tests.server.invariants import check_pool, check_swaps
 
 SIZES: dict[str, Any] = {"num_pages": 60, "max_context": 200, "max_step_tokens": 64}
 SIZES |= {"host_pages": 200, "vocab_size": 1000}
@@ -63,8 +66,8 @@ def test_what_the_device_overwrote_comes_back() -> None:
     assert answer(harness, text(0)) == 0
     lose(harness, range(1, 4))
     assert answer(harness, text(0)) == 148
-    assert swaps(harness).fetched > 10
-    assert swaps(harness).copied["in"] == swaps(harness).fetched
+    assert swaps(harness).recalled > 10
+    assert swaps(harness).copied["in"] == swaps(harness).recalled
     assert answer(harness, text(0), adapter="a") == 0, "a page is of an adapter, too"
     assert answer(harness, text(0), salt="other") == 0
 
@@ -93,7 +96,7 @@ def test_groups_of_layers_come_back_as_far_as_they_are_seen(
     for kind in range(1, 9):
         answer(harness, text(kind))
     assert answer(harness, text(0)) == 148
-    assert swaps(harness).fetched
+    assert swaps(harness).recalled
 
 
 def test_an_activated_adapter_goes_on_from_the_bases_pages() -> None:
@@ -107,13 +110,13 @@ def test_two_that_want_the_same_pages_bring_them_once() -> None:
     harness = made(num_pages=90)
     answer(harness, text(0))
     lose(harness, range(1, 5))
-    before = swaps(harness).fetched
+    before = swaps(harness).recalled
     requests = [make_request([*text(0, 148), 7, 7 + i]) for i in range(2)]
     keys = [harness.submit(request) for request in requests]
     harness.run()
     for key, request in zip(keys, requests, strict=True):
         check_answer(harness, key, request)
-    assert swaps(harness).fetched - before <= 37
+    assert swaps(harness).recalled - before <= 37
 
 
 def test_a_preempted_sequence_is_not_computed_again() -> None:
@@ -126,7 +129,7 @@ def test_a_preempted_sequence_is_not_computed_again() -> None:
         check_answer(harness, key, request)
     stats = harness.scheduler.stats()
     assert stats.preemptions >= 1
-    assert stats.swaps.fetched > 10
+    assert stats.swaps.recalled > 10
     starts = [piece for plan in harness.plans for piece in plan.slices if piece.kind == "prompt"]
     computed = sum(piece.num_new for piece in starts)
     assert computed <= 160 + 4 * 4 * stats.preemptions, "all but its last tokens came back"
@@ -137,7 +140,7 @@ def test_states_and_pages_come_back_together() -> None:
     answer(harness, text(0))
     lose(harness, range(1, 4))
     assert answer(harness, text(0)) == 148
-    assert swaps(harness).fetched
+    assert swaps(harness).recalled
 
 
 def test_what_host_memory_gives_up_comes_from_the_disk() -> None:
@@ -209,9 +212,9 @@ def test_running_sequences_go_before_those_that_wait_for_pages() -> None:
     parked = make_request(text(0))
     second = harness.submit(parked)
     harness.cycle()
-    assert len(harness.scheduler.fetches) == 1
+    assert len(harness.scheduler.recalls) == 1
     harness.abort(second)
-    assert len(harness.scheduler.fetches) == 0
+    assert len(harness.scheduler.recalls) == 0
     harness.executor.pages_below._moving = [
         (1, copies) for _, copies in harness.executor.pages_below._moving
     ]
@@ -219,6 +222,30 @@ def test_running_sequences_go_before_those_that_wait_for_pages() -> None:
     harness.run()
     check_answer(harness, first, grows)
     harness.assert_at_rest()
+
+
+def test_what_is_forgotten_before_its_copy_begins_is_not_waited_for() -> None:
+    sizes = limits(**SIZES)
+    pool = PagePool(sizes.num_pages, sizes.page_size)
+    below = PageSwaps(sizes, pool)
+    for number, digest in enumerate((b"a", b"b", b"c")):
+        taken = below.host.take()
+        assert taken is not None
+        below.host.keep(taken.slot, digest)
+        below.recall(number, [digest], pool.allocate(1) or [], [])
+        below.go_on(0.0)
+    copies = below.take_copies()
+    assert [each.way for each in copies] == ["in", "in"], "the third waits for one of them"
+    below.forget([b"b", b"c"])
+    below.over(PagesCopied(copies[0].number), 0.0)
+    below.go_on(0.0)
+    assert below.take_recalled() == [0, 2]
+    below.over(PagesCopied(copies[1].number), 0.0)
+    assert below.take_recalled() == [1]
+    assert [pool.knows(digest) for digest in (b"a", b"b", b"c")] == [True, False, False]
+    assert pool.available == sizes.num_pages
+    check_pool(pool)
+    check_swaps(below)
 
 
 class Store(RuleBasedStateMachine):

@@ -74,7 +74,7 @@ def test_answers_after_pages_came_back(
     else:
         base.ask(engine, *wishes)
     assert engine.hits - hits >= 100
-    assert engine.scheduler.stats().swaps.fetched > 20
+    assert engine.scheduler.stats().swaps.recalled > 20
     engine.assert_at_rest()
 
 
@@ -87,7 +87,7 @@ def test_answers_after_a_preemption(tried: Callable[..., Tried]) -> None:
     ]
     base.ask(engine, *wishes)
     assert engine.scheduler.stats().preemptions
-    assert engine.scheduler.stats().swaps.fetched
+    assert engine.scheduler.stats().swaps.recalled
 
 
 @pytest.mark.parametrize("shards", [1, 2])
@@ -191,5 +191,5 @@ def test_processes_copy_what_the_first_one_decides(tmp_path: Path) -> None:
     base.ask(engine, *wishes)
     lose(base, engine, range(2, 7))
     base.ask(engine, *wishes)
-    assert engine.scheduler.stats().swaps.fetched > 20
+    assert engine.scheduler.stats().swaps.recalled > 20
     base.driver.close()

@@ -72,12 +72,15 @@ class Answerer:
         arrived = ArrivedRequest(
             request.state.request_id, caller, body, parse, self.bearer(request), session
         )
-        return await until_disconnect(request, self._answer(request, arrived))
+        answering = self._answer(request, arrived)
+        del body, arrived  # a body may be large, and an answer long
+        return await until_disconnect(request, answering)
 
     async def _answer(self, request: Request, arrived: ArrivedRequest) -> Response:
         charge = self.tenancy.metering.charge(arrived.caller, arrived.request_id)
         observer = self.observer(request, charge)
         generation, api_request = await self.dispatcher.start(arrived, charge, observer)
+        del arrived
         call = api_request.call
         try:
             formatter = api_request.formatter(generation.head)

@@ -16,7 +16,7 @@ from loraplex.adapters.chat.conversation import (
 )
 from loraplex.adapters.manifest import AdapterTemplate
 from loraplex.router.api.request.pictures import (
-    GivenPicture,
+    as_in_body,
     bare,
     in_messages,
     in_text,
@@ -92,7 +92,7 @@ async def _chat_prompt(
 ) -> Prompt:
     vision, pictures = model.card.vision, list[Picture]()
     if vision is not None and (given := in_messages(messages)):
-        pictures = await makers.reader.read(_as_in_body(call, given), model, vision)
+        pictures = await makers.reader.read(as_in_body(given, call.api), model, vision)
         messages = bare(messages)
     try:
         found = await render_messages(messages, call.template, model, template, makers.sandbox)
@@ -116,15 +116,6 @@ async def _marked_prompt(
     pictures = await reader.read(given, model, vision)
     prompt = await model.turns.run(len(text), lambda: _encode(call, model, text, _PARAM[call.api]))
     return _with_pictures(call, model, prompt, pictures)
-
-
-def _as_in_body(call: GenerationCall, given: list[GivenPicture]) -> list[GivenPicture]:
-    """Names pictures as the caller can find them: other bodies are no chat's."""
-    if call.api == "chat":
-        return given
-    return [
-        GivenPicture(one.url, f"{_PARAM[call.api]}, image {i}") for i, one in enumerate(given, 1)
-    ]
 
 
 def _with_pictures(

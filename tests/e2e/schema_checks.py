@@ -64,6 +64,7 @@ UNSAID = (
     Rule(_TEXTS, "the model reasons", (400,), r"this model has no reasoning apart"),
     Rule(_TEXTS, "words are few tokens", (400, 422), r"bad_words: expected 1 to \d+ tokens"),
     Rule(_TEXTS, "a pattern of Python's that ends", (400, 422), r"`(.*\.)?stop_regex`: "),
+    Rule(_TEXTS, "the model reads images", (400, 422), r"reads no images|image_url`: "),
     # Of forms of answers
     Rule(_TEXTS, "the form of an answer", (400, 422), _FORM),
     # Of OpenAI's routes

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from loraplex.router.call import GenerationCall, RequestError
+from loraplex.router.call import Api, GenerationCall, RequestError
 from loraplex.server.protocol import ModelCard, VisionCard
 
 MAX_PICTURES = 128
@@ -64,10 +64,19 @@ def in_text(text: str, where: str, place: str) -> tuple[list[GivenPicture], str]
     return given, text
 
 
+def as_in_body(given: list[GivenPicture], api: Api) -> list[GivenPicture]:
+    """Names pictures as the caller can find them: bodies of other APIs are no chats."""
+    if api == "chat":
+        return given
+    field = "input" if api == "responses" else "messages"
+    return [GivenPicture(one.url, f"{field}, image {i}") for i, one in enumerate(given, 1)]
+
+
 def check_given(call: GenerationCall, card: ModelCard) -> None:
     """Checks that the model reads the pictures of a call. Raises RequestError."""
     conversations = () if call.messages is None else (call.messages, *call.further)
     given = [picture for messages in conversations for picture in in_messages(messages)]
+    given = as_in_body(given, call.api)
     if not given:
         return
     where = given[0].where

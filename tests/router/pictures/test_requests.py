@@ -266,3 +266,22 @@ async def test_what_the_decoder_says_is_the_answer(router: Running, worker: Fake
     answer = await chat(router, [chat_part(data_url(SMALL))])
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_image")
     assert len(worker.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "field"), [("/v1/responses", "input"), ("/v1/messages", "messages")]
+)
+async def test_bodies_of_other_apis_have_names_of_their_own(
+    router: Running, path: str, field: str
+) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+    image: dict[str, Any] = {"type": "image", "source": source}
+    if path == "/v1/responses":
+        image = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+    said = [{"role": "user", "content": [image]}]
+    body = {"model": "fake-base", "max_tokens": 3, "messages": said}
+    if path == "/v1/responses":
+        body = {"model": "fake-base", "input": said}
+    answer = await router.client.post(path, json=body)
+    assert answer.status_code == 400
+    assert f"`{field}, image 1`: the file is no PNG" in answer.json()["error"]["message"]

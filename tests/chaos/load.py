@@ -62,7 +62,11 @@ class Wrong(Exception):
 
 
 class Certifier:
-    """Knows the right tokens. digests: adapter name -> digest, learnt while all was calm."""
+    """Knows the right tokens. digests: adapter name -> digest, learnt while all was calm.
+    words: how many a prompt has, at least and at most.
+    """
+
+    words = (8, 8)
 
     def __init__(self, served: Served | None = None) -> None:
         self.served = served or demo()
@@ -79,7 +83,9 @@ class Certifier:
 
     def order(self, dice: random.Random, min_tokens: int, max_tokens: int) -> Order:
         adapter = dice.choice([None, *sorted(self.digests)])
-        words = [dice.choice(["river", "stone", "lamp", "cloud", "seed"]) for _ in range(8)]
+        words = dice.choices(
+            ["river", "stone", "lamp", "cloud", "seed"], k=dice.randint(*self.words)
+        )
         prompt = f"{uuid.UUID(int=dice.getrandbits(128))} {' '.join(words)}"
         return self.ordered(dice, adapter, prompt, dice.randint(min_tokens, max_tokens))
 

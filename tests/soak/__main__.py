@@ -21,15 +21,18 @@ def main() -> int:
     parser.add_argument("--round", type=int, default=500_000, help="tokens of a round")
     parser.add_argument("--seed", type=int, default=1, help="of the first round; others follow")
     parser.add_argument("--clients", type=int, default=32, help="requests under way at once")
+    parser.add_argument("--folder", type=Path, help="where logs are kept (default: nowhere)")
     parser.add_argument("--record", type=Path, default=Path(".cache/soak.jsonl"))
     options = parser.parse_args()
     options.record.parent.mkdir(parents=True, exist_ok=True)
     options.record.touch()
     while sum(line["tokens"] for line in _lines(options)) < options.tokens:
         seed = options.seed + len(_lines(options))
-        with tempfile.TemporaryDirectory() as folder:
-            asked = Round(seed, options.round, options.clients)
-            outcome = asyncio.run(run(asked, Path(folder)))
+        asked = Round(seed, options.round, options.clients)
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = (options.folder or Path(temporary)) / str(seed)
+            folder.mkdir(parents=True)
+            outcome = asyncio.run(run(asked, folder))
         with options.record.open("a") as file:
             file.write(json.dumps(_line(asked, outcome)) + "\n")
         print(_table([_line(asked, outcome)]), flush=True)
@@ -56,6 +59,7 @@ def _line(asked: Round, outcome: Outcome) -> dict[str, Any]:
         "kinds": tally.kinds,
         "events": tally.events,
         "faults": outcome.faults,
+        "used": outcome.used,
         "weights": outcome.weights,
     }
 

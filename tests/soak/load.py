@@ -26,7 +26,7 @@ from tests.chaos.load import (
 )
 from tests.chaos.processes import Process, Served
 
-REPEATED, REMEMBERED = 0.3, 64
+REPEATED, REMEMBERED = 0.3, 256
 PATTERN = "[a-z]{3,9}( [a-z]{3,9}){2,4}"
 PUSHED, KEPT, ASKED_VERSIONS = "pushed", 32, 3
 ROLLED, ROLLED_FROM, ROLLED_TO = "rolled", "pirate", "sql"
@@ -56,7 +56,11 @@ class Tally:
 
 
 class SoakCertifier(Certifier):
-    """Some orders repeat a prompt, so that pages are reused and drafts are suggested."""
+    """Some orders repeat a prompt, so that pages are reused and drafts are suggested. Prompts are
+    long enough for the device to lose their pages.
+    """
+
+    words = (8, 110)
 
     def __init__(self, served: Served) -> None:
         super().__init__(served)

@@ -29,7 +29,9 @@ GENTLE = (
     "redis slow",
 )
 LONGEST_S = 2.0
-WORKER_OPTIONS = ("--max-draft", "8")
+WORKER_OPTIONS = ("--max-draft", "8", "--host-kv-memory", "8MiB", "--disk-kv", "32MiB")
+# Metrics of workers that say whether what is on was used.
+USED = ("fetched_kv_pages_total", "accepted_draft_tokens_total", "preemptions_total")
 MIN_TOKENS, MAX_TOKENS = 10, 600
 # A process is flat if its last part weighs at most this much more than the part before.
 PARTS = 4
@@ -103,11 +105,13 @@ class SoakFleet(Fleet):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a round. weights: mean bytes of each process, by parts of the second half."""
+    """The result of a round. used: sums of `USED` since workers last died.
+    weights: mean bytes of each process, by parts of the second half."""
 
     seconds: float
     tally: Tally
     faults: Counter[str]
+    used: dict[str, float]
     weights: dict[str, list[int]]
 
     def problems(self) -> list[str]:
@@ -135,9 +139,14 @@ async def run(asked: Round, folder: Path) -> Outcome:
                     await asyncio.sleep(dice.uniform(0.0, asked.calm_s))
                     if kinds is GENTLE:
                         weights.take(fleet)
+            used = {name: await _sum(fleet, name) for name in USED}
             clients.stop()
             await load
         finally:
             await clients.close()
             await fleet.close()
-    return Outcome(time.monotonic() - began, clients.tally, done, weights.means())
+    return Outcome(time.monotonic() - began, clients.tally, done, used, weights.means())
+
+
+async def _sum(fleet: Fleet, name: str) -> float:
+    return sum([await fleet.metric(worker, f"loraplex_worker_{name}") for worker in fleet.workers])

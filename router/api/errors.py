@@ -131,6 +131,7 @@ _OF_ENGINE: dict[ErrorCode, Cause] = {
     "deadline": "deadline",
     "overloaded": "overloaded",
     "engine_lost": "unavailable",
+    "unheard": "unavailable",
     "draining": "unavailable",
     "internal": "internal",
 }

@@ -258,8 +258,11 @@ class WorkerSession:
         if self.liveness.judge(now, limit_s):
             self._update_ready()
             self._on_change()
-        engine_silent = self.status is not None and self.status.silent
-        return "silent" if engine_silent else self.liveness.hearing
+        return "silent" if self._engine_silent else self.liveness.hearing
+
+    @property
+    def _engine_silent(self) -> bool:
+        return self.status is not None and self.status.silent
 
     def hand_over(self, why: str) -> int:
         """Sequences and loads go on elsewhere. Should the worker wake up, it gets the order to stop
@@ -269,7 +272,7 @@ class WorkerSession:
         """
         keys = list(self._live)
         self.lost_together = sum(self._live[key].sink is not None for key in keys)
-        return self._leave(keys, "engine_lost", why)
+        return self._leave(keys, "engine_lost" if self._engine_silent else "unheard", why)
 
     def take_back(self, why: str) -> int:
         """Send sequences that have not begun elsewhere; they may never have arrived. Nothing was

@@ -91,6 +91,7 @@ ErrorCode = Literal[
     "deadline",  # dropped: its time was over
     "overloaded",  # the worker has no room
     "engine_lost",  # the engine died under it; a retry elsewhere is safe
+    "unheard",  # the router hears nothing of the worker; a retry elsewhere is safe
     "draining",
     "internal",
 ]

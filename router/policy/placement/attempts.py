@@ -1,7 +1,8 @@
 """Decides how a sequence whose worker failed goes on: again, alone, or not at all. Pure.
 
 A worker's death is held against what ran there, but not much: most deaths are nobody's fault. A
-sequence that got on between two deaths caused neither of them.
+sequence that got on between two deaths caused neither of them. A worker that a router cannot hear
+is held against nothing.
 """
 
 from collections import OrderedDict
@@ -44,12 +45,14 @@ class Attempts:
         if code == "adapter_unavailable":
             self._adapter_failures += 1
             return "again" if self._adapter_failures <= MAX_ADAPTER_FAILURES else "fail"
-        if code != "engine_lost":
+        if code not in ("engine_lost", "unheard"):
             return "fail"
+        self._losses += 1
+        if code == "unheard":
+            return "again" if self._losses <= MAX_LOSSES else "fail"
         return self._lost(accepted, alone)
 
     def _lost(self, accepted: int, alone: bool) -> Step:
-        self._losses += 1
         self._strikes = self._strikes + 1 if accepted == self._at else 1
         self._at = accepted
         if self._strikes > _SUSPICIOUS or (self._strikes == _SUSPICIOUS and alone):

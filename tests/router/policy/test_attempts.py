@@ -27,6 +27,13 @@ def test_a_sequence_that_gets_on_is_no_suspect() -> None:
     assert [lose(attempts, n, alone=True) for n in range(3)] == ["again"] * 3
 
 
+def test_workers_that_a_router_cannot_hear_convict_nobody() -> None:
+    attempts = Attempts()
+    unheard = [attempts.failed("unheard", 0, True) for _ in range(3)]
+    assert [*unheard, lose(attempts, 0, alone=True)] == ["again"] * 4
+    assert lose(attempts, 0, alone=True) == "quarantine"
+
+
 def test_losses_are_bounded_all_the_same() -> None:
     attempts = Attempts()
     steps = [lose(attempts, n) for n in range(MAX_LOSSES + 1)]
@@ -49,7 +56,7 @@ def test_an_adapter_that_cannot_be_brought_is_tried_twice_more() -> None:
 
 
 CODES: st.SearchStrategy[ErrorCode] = st.sampled_from(
-    ["engine_lost", "adapter_unavailable", "internal", "out_of_memory"]
+    ["engine_lost", "unheard", "adapter_unavailable", "internal", "out_of_memory"]
 )
 
 

@@ -76,5 +76,5 @@ async def test_a_worker_that_reads_nothing_is_left(monkeypatch: pytest.MonkeyPat
     session.submit(request, events.append, lambda cost: None)
     monkeypatch.setattr(worker_session, "MAX_OUTBOX_BYTES", 0)
     assert session.hand_over("it is silent") == 1
-    assert [event.error for event in events] == ["engine_lost"]
+    assert [event.error for event in events] == ["unheard"]
     assert aborted.is_set()

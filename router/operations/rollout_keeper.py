@@ -218,7 +218,10 @@ class RolloutKeeper:
 
     async def _judge(self, registration: Registration) -> None:
         async for digest, why in breaches(registration, self._tally.read, self._tally.scores):
-            await self._roll_back(registration.key, digest, why)
+            there = self._aliases.get(registration.key)
+            # An operator may have set shares anew while the counts were read.
+            if there is not None and there.rollout == registration.rollout:
+                await self._roll_back(registration.key, digest, why)
 
     async def _roll_back(self, name: OwnedName, digest: str, why: str) -> None:
         try:

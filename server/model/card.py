@@ -10,10 +10,12 @@ from loraplex.server.model.checkpoint.checkpoint import (
     base_digest,
     read_config,
     read_optional_json,
+    read_shards,
 )
 from loraplex.server.model.checkpoint.processor_files import FILES as PROCESSOR_FILES
 from loraplex.server.model.checkpoint.processor_files import TowerForm, read_vision_card
 from loraplex.server.model.checkpoint.sentence_files import read_sentence_files
+from loraplex.server.model.checkpoint.tower_part import has_tower
 from loraplex.server.model.spec.model_spec import ModelSpec
 from loraplex.server.model.spec.picture_spec import PictureSpec
 from loraplex.server.model.spec.vector_forms import (
@@ -89,7 +91,10 @@ def model_card(
 
 
 def _vision(folder: Path, pictures: PictureSpec, remarks: list[str]) -> VisionCard | None:
-    """The way of pictures to the model; None where its files do not say it, with a remark."""
+    """The way of pictures to the model; None where its files do not say it, with a remark, and
+    where the checkpoint has the text part alone."""
+    if not has_tower(read_shards(folder)):
+        return None
     tower = TowerForm(pictures.columns, pictures.merger.side, pictures.token_id)
     try:
         return read_vision_card(folder, tower)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from loraplex.server.model.card import model_card
@@ -94,3 +95,14 @@ def test_a_model_card_says_how_pictures_are_read_or_why_not(tmp_path: Path) -> N
     blind = card_of(tmp_path / "base")
     assert blind.vision is None
     assert blind.remarks == ("preprocessor_config.json: the file is missing; images are refused",)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_of_the_text_part_alone_has_no_way_for_pictures(tmp_path: Path) -> None:
+    save_all(tmp_path)
+    path = tmp_path / "base" / "model.safetensors"
+    tensors = {name: t for name, t in load_file(path).items() if "visual" not in name}
+    save_file(tensors, path)
+    card = card_of(tmp_path / "base")
+    assert card.vision is None
+    assert not card.remarks

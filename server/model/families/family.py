@@ -39,6 +39,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_python_tanh": "gelu_tanh",
     "gelu": "gelu",
     "gelu_python": "gelu",
+    "quick_gelu": "quick_gelu",
     "relu": "relu",
     "relu2": "relu2",
     "tanh": "tanh",

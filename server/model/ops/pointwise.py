@@ -41,6 +41,8 @@ def activated(
             return functional.gelu(x, approximate="tanh")
         case "gelu":
             return functional.gelu(x)
+        case "quick_gelu":
+            return x * torch.sigmoid(1.702 * x)
         case "relu":
             return functional.relu(x)
         case "relu2":

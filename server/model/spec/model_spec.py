@@ -31,7 +31,7 @@ from loraplex.server.protocol import Pooling
 if TYPE_CHECKING:
     from loraplex.server.model.spec.picture_spec import PictureSpec  # made of a ModelSpec
 
-Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu", "tanh"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu", "tanh", "quick_gelu"]
 # Activations that an operation behind the product of gate and up computes with LoRA of it.
 FUSED_ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
 

@@ -35,8 +35,9 @@ class MergerSpec(HeadSpec, frozen=True, kw_only=True):
 class PictureSpec(msgspec.Struct, frozen=True):
     """How a model reads pictures. tower: the encoder, of a PatchSpec, layers and a MergerSpec. Its
     attention has no window where a patch sees all patches of its picture; else it sees those of its
-    window, a square of `window * window` tokens. token_id: the placeholder of a picture's token.
-    sections: pairs of each head's features that turn by time, by height and by width.
+    window, a square of `window * window` tokens; 0 = no layer has one. token_id: the placeholder of
+    a picture's token. sections: pairs of each head's features that turn by time, by height and by
+    width.
     """
 
     tower: ModelSpec

@@ -29,11 +29,12 @@ class Windows:
 
 @dataclass(frozen=True, slots=True)
 class TowerPlan:
-    """Preparation of a picture's attention. positions: int64 `[patches]`, rows of the picture."""
+    """Preparation of a picture's attention. positions: int64 `[patches]`, rows of the picture.
+    windows: None = no layer has any."""
 
     positions: torch.Tensor
     turns: StepTurns
-    windows: Windows
+    windows: Windows | None
 
 
 class TowerOps(TorchProducts):
@@ -59,7 +60,9 @@ class TowerOps(TorchProducts):
         turns = StepTurns({self._turn: (cos, sin)}, {})
         return TowerPlan(places[0], turns, self._windows(grid))
 
-    def _windows(self, grid: Grid) -> Windows:
+    def _windows(self, grid: Grid) -> Windows | None:
+        if not self._spec.window:
+            return None
         table = window_table(grid, self._spec.merger.side, self._spec.window)
         is_patch = table >= 0
         places = np.empty(int(is_patch.sum()), dtype=np.int64)
@@ -79,11 +82,11 @@ class TowerOps(TorchProducts):
         """Attend as `Ops.attend` does, to patches that see each other; nothing is kept."""
         spec = self._attention(layer)
         heads = turned_heads(spec, qkv, qk_norm, plan.turns)
-        if spec.window is None:
+        windows = plan.windows
+        if spec.window is None or windows is None:
             q, k, v = (x.transpose(0, 1)[None] for x in heads)
             found = functional.scaled_dot_product_attention(q, k, v, scale=spec.scale)
             return found[0].transpose(0, 1).flatten(1)
-        windows = plan.windows
         q, k, v = (x[windows.patches].transpose(1, 2) for x in heads)
         found = functional.scaled_dot_product_attention(
             q, k, v, attn_mask=windows.seen, scale=spec.scale

@@ -1,21 +1,33 @@
 """Encoders of pictures within larger models, by the model's type. Pure."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
 from loraplex.server.model.families import family
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.spec.linear_spec import LinearSpec, Part
-from loraplex.server.model.spec.model_spec import ModelSpec, NormSpec, RopeSpec
+from loraplex.server.model.spec.model_spec import LayerSpec, ModelSpec, NormSpec, RopeSpec
 from loraplex.server.model.spec.picture_spec import MergerSpec, PatchSpec, PictureSpec
 
 VISION = "vision_config"
 _EPSILON = 1e-6
 _ROPES = ("rope_scaling", "rope_parameters")
+_OF_PAIRS = RopeSpec("default", 10_000.0)
 _BIASES = family.Biases(qkv=True, o=True, mlp=True)
-# What transformers' class says where `config.json` says nothing.
+# What transformers' classes say where `config.json` says nothing.
+_QWEN2: dict[str, Any] = {
+    "depth": 32,
+    "embed_dim": 1280,
+    "hidden_size": 3584,
+    "hidden_act": "quick_gelu",
+    "mlp_ratio": 4,
+    "num_heads": 16,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
 _QWEN25: dict[str, Any] = {
     "depth": 32,
     "hidden_size": 3584,
@@ -29,9 +41,27 @@ _QWEN25: dict[str, Any] = {
     "out_hidden_size": 3584,
     "fullatt_block_indexes": [7, 15, 23, 31],
 }
-_QWEN25_SECTIONS = [16, 24, 24]
-_QWEN25_TOKEN = 151655
+_SECTIONS = [16, 24, 24]
+_TOKEN = 151655
 _COLOURS = 3
+
+
+class _Encoder(NamedTuple):
+    """An encoder as a reader makes it. norm: of what the merger reads. window: as of
+    PictureSpec."""
+
+    sizes: family.ModelSizes
+    layers: tuple[LayerSpec, ...]
+    norm: NormSpec
+    merger: MergerSpec
+    window: int = 0
+
+
+class _Kind(NamedTuple):
+    """A type's encoder. usual: values where `config.json` has none."""
+
+    usual: Mapping[str, Any]
+    read: Callable[[Fields, ModelSpec], _Encoder]
 
 
 def read_pictures(config: Mapping[str, Any], text: ModelSpec, fields: Fields) -> PictureSpec | None:
@@ -39,85 +69,109 @@ def read_pictures(config: Mapping[str, Any], text: ModelSpec, fields: Fields) ->
     no encoder, or the vocabulary has no placeholder. text: its text part. fields: take what is
     refused.
     """
-    reader = _READERS.get(str(config.get("model_type")))
-    table = config.get(VISION)
-    if reader is None or table is None:
+    kind = _KINDS.get(str(config.get("model_type")))
+    table, token_id = config.get(VISION), config.get("image_token_id", _TOKEN)
+    if kind is None or table is None:
         return None
     if not isinstance(table, Mapping):
         fields.refuse(f"{VISION} must be a table, got {table!r}")
         return None
-    beside = Fields(table)
-    found = reader(config, text, beside)
+    if type(token_id) is not int or not 0 <= token_id < text.vocab_size:
+        return None
+    beside = Fields({**kind.usual, **table})
+    encoder = kind.read(beside, text)
+    found = PictureSpec(
+        tower=_tower(beside, encoder, text),
+        token_id=token_id,
+        window=encoder.window,
+        sections=_sections(config, text, beside),
+    )
     for problem in beside.problems:
         fields.refuse(f"{VISION}: {problem}")
     return None if beside.problems else found
 
 
-def _read_qwen25(config: Mapping[str, Any], text: ModelSpec, fields: Fields) -> PictureSpec | None:
+def _read_qwen2(fields: Fields, text: ModelSpec) -> _Encoder:
+    """Qwen2-VL: LayerNorms, MLPs without gate, rotation by height and width."""
+    inner = fields.positive("embed_dim") * fields.positive("mlp_ratio")
+    sizes = _sizes(fields, "embed_dim", inner)
+    names = family.LayerNames(("attn.qkv",), "attn.proj", "mlp.fc1", "mlp.fc2")
+    layers = (_plain_layer(sizes, names),) * sizes.layers
+    merger = _merger(fields, "hidden_size", sizes, text, ("merger.mlp.0", "merger.mlp.2"))
+    return _Encoder(sizes, layers, family.layer_norm("merger.ln_q", sizes), merger)
+
+
+def _read_qwen25(fields: Fields, text: ModelSpec) -> _Encoder:
     """Qwen2.5-VL: windows but for a few layers, RMS norms, gated MLPs, rotation by height and
     width.
     """
-    token_id = config.get("image_token_id", _QWEN25_TOKEN)
-    if type(token_id) is not int or not 0 <= token_id < text.vocab_size:
-        return None
-    fields = fields.changed(**{**_QWEN25, **fields.config})
-    sizes = _sizes(fields)
-    if fields.positive("out_hidden_size") != text.hidden_size:
-        fields.refuse(f"out_hidden_size must be that of the text part, {text.hidden_size}")
-    side, patch = fields.positive("spatial_merge_size"), fields.positive("patch_size")
-    window = fields.positive("window_size") // side // patch
+    fields.only("hidden_act", "silu")
+    sizes = _sizes(fields, "hidden_size", fields.positive("intermediate_size"))
+    merger = _merger(fields, "out_hidden_size", sizes, text, ("merger.mlp.0", "merger.mlp.2"))
+    window = fields.positive("window_size") // merger.side // fields.positive("patch_size")
     if not window:
         fields.refuse("window_size must hold a token")
     whole = fields.config["fullatt_block_indexes"]
     if not isinstance(whole, list) or not all(type(index) is int for index in whole):
         fields.refuse(f"fullatt_block_indexes must be a list of layers, got {whole!r}")
         whole = []
-    seen = [None if n in whole else (window * side) ** 2 for n in range(sizes.layers)]
-    return PictureSpec(
-        tower=_tower(fields, sizes, seen, text),
-        token_id=token_id,
-        window=window,
-        sections=_sections(config, text, fields),
-    )
+    patches = (window * merger.side) ** 2
+    layers = (_windowed_layer(sizes, None if n in whole else patches) for n in range(sizes.layers))
+    norm = NormSpec("merger.ln_q", sizes.hidden, _EPSILON)
+    return _Encoder(sizes, tuple(layers), norm, merger, window)
 
 
-def _sizes(fields: Fields) -> family.ModelSizes:
-    heads, hidden = fields.positive("num_heads"), fields.positive("hidden_size")
+def _sizes(fields: Fields, width: str, inner: int) -> family.ModelSizes:
+    """width: the key of the stream's."""
+    heads, hidden, layers = (fields.positive(key) for key in ("num_heads", width, "depth"))
     if hidden % (4 * heads):
-        fields.refuse("hidden_size must be a multiple of 4 * num_heads")
+        fields.refuse(f"{width} must be a multiple of 4 * num_heads")
         heads = 1
-    fields.only("hidden_act", "silu")
-    inner, layers = fields.positive("intermediate_size"), fields.positive("depth")
     shape = (inner, layers, heads, heads, hidden // heads)
-    return family.ModelSizes(1, hidden, *shape, 1, _EPSILON, is_sound=True)
+    activation = family.read_activation(fields, "hidden_act", fields.config["hidden_act"])
+    return family.ModelSizes(1, hidden, *shape, 1, _EPSILON, is_sound=True, activation=activation)
 
 
-def _tower(
-    fields: Fields, sizes: family.ModelSizes, windows: list[int | None], text: ModelSpec
-) -> ModelSpec:
-    side, patch = fields.positive("spatial_merge_size"), fields.positive("patch_size")
-    colours = fields.positive("in_channels", fields.config.get("in_chans", _COLOURS))
-    kernel = (colours, fields.positive("temporal_patch_size"), patch, patch)
-    columns = kernel[0] * kernel[1] * patch * patch
+def _plain_layer(sizes: family.ModelSizes, names: family.LayerNames) -> LayerSpec:
+    of = family.attention(sizes, _OF_PAIRS, None, _BIASES)
+    of, mlp = family.branches_of(sizes, of, names, _BIASES)
+    norms = family.NormPlaces(*(family.layer_norm(f"norm{n}", sizes) for n in (1, 2)))
+    return family.layer(sizes, of, mlp, norms)
+
+
+def _windowed_layer(sizes: family.ModelSizes, window: int | None) -> LayerSpec:
     norms = family.NormPlaces(*(NormSpec(f"norm{n}", sizes.hidden, _EPSILON) for n in (1, 2)))
-    of_pairs = RopeSpec("default", 10_000.0)
-    layers = []
-    for window in windows:
-        of = family.attention(sizes, of_pairs, window, _BIASES)
-        qkv, o = family.fused(of.qkv, "attn.qkv"), family.with_paths(of.o, "attn.proj")
-        of = replace(of, qkv=qkv, o=o)
-        layers.append(family.layer(sizes, of, family.mlp(sizes, _BIASES), norms))
+    of = family.attention(sizes, _OF_PAIRS, window, _BIASES)
+    qkv, o = family.fused(of.qkv, "attn.qkv"), family.with_paths(of.o, "attn.proj")
+    return family.layer(sizes, replace(of, qkv=qkv, o=o), family.mlp(sizes, _BIASES), norms)
+
+
+def _merger(
+    fields: Fields, width: str, sizes: family.ModelSizes, text: ModelSpec, names: tuple[str, str]
+) -> MergerSpec:
+    """width: the key of what it gives. names: of its modules."""
+    if fields.positive(width) != text.hidden_size:
+        fields.refuse(f"{width} must be that of the text part, {text.hidden_size}")
+    side = fields.positive("spatial_merge_size")
     merged = sizes.hidden * side**2
     first, last = (
-        LinearSpec("lm_head", merged, (Part(f"merger.mlp.{n}", features),), "none", bias=True)
-        for n, features in ((0, merged), (2, text.hidden_size))
+        LinearSpec("lm_head", merged, (Part(name, features),), "none", bias=True)
+        for name, features in zip(names, (merged, text.hidden_size), strict=True)
     )
+    return MergerSpec(last, tied=False, first=first, side=side)
+
+
+def _tower(fields: Fields, encoder: _Encoder, text: ModelSpec) -> ModelSpec:
+    patch = fields.positive("patch_size")
+    colours = fields.positive("in_channels", fields.config.get("in_chans", _COLOURS))
+    kernel = (colours, fields.positive("temporal_patch_size"), patch, patch)
+    columns, hidden = kernel[0] * kernel[1] * patch * patch, encoder.sizes.hidden
     return ModelSpec(
         family=text.family,
-        embedding=PatchSpec("patch_embed.proj", columns, sizes.hidden, kernel=kernel),
-        layers=tuple(layers),
-        norm=NormSpec("merger.ln_q", sizes.hidden, _EPSILON),
-        head=MergerSpec(last, tied=False, first=first, side=side),
+        embedding=PatchSpec("patch_embed.proj", columns, hidden, kernel=kernel),
+        layers=encoder.layers,
+        norm=encoder.norm,
+        head=encoder.merger,
         max_context=1,
         eos_token_ids=(),
         dtype=text.dtype,
@@ -132,7 +186,7 @@ def _sections(config: Mapping[str, Any], text: ModelSpec, fields: Fields) -> tup
     inner = config.get("text_config") or config
     tables = (inner.get(key) for key in _ROPES)
     table = next((table for table in tables if isinstance(table, Mapping)), {})
-    sections = table.get("mrope_section", _QWEN25_SECTIONS)
+    sections = table.get("mrope_section", _SECTIONS)
     pairs = text.layers[0].attention.head_dim // 2
     known = isinstance(sections, list) and all(type(n) is int and n >= 0 for n in sections)
     if not known or len(sections) != 3 or sum(sections) != pairs:
@@ -142,6 +196,7 @@ def _sections(config: Mapping[str, Any], text: ModelSpec, fields: Fields) -> tup
     return time, height, width
 
 
-_READERS: dict[str, Callable[[Mapping[str, Any], ModelSpec, Fields], PictureSpec | None]] = {
-    "qwen2_5_vl": _read_qwen25,
+_KINDS = {
+    "qwen2_5_vl": _Kind(_QWEN25, _read_qwen25),
+    "qwen2_vl": _Kind(_QWEN2, _read_qwen2),
 }

@@ -12,6 +12,8 @@ from transformers import (
     PreTrainedModel,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
 )
 
 from loraplex.server.engine.executor import PictureIn
@@ -33,8 +35,6 @@ VISION: dict[str, Any] = {
     "intermediate_size": 24,
     "num_heads": 2,
     "patch_size": PATCH,
-    "window_size": 24,
-    "fullatt_block_indexes": [1, 3],
     "initializer_range": 0.15,
 }
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
@@ -45,22 +45,36 @@ LORA: dict[str, Any] = {
 _TIMEOUT_S = 60.0
 
 
+_IDS: dict[str, Any] = {
+    "image_token_id": TOKEN,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": OPENS,
+    "vision_end_token_id": CLOSES,
+    "tie_word_embeddings": False,
+}
+
+
+def qwen2(**text: Any) -> Qwen2VLConfig:
+    vision = {**VISION, "embed_dim": 32, "mlp_ratio": 2, "hidden_size": text["hidden_size"]}
+    return Qwen2VLConfig(text_config=text, vision_config=vision, **_IDS)
+
+
 def qwen25(**text: Any) -> Qwen2_5_VLConfig:
-    vision = {**VISION, "out_hidden_size": text["hidden_size"]}
-    return Qwen2_5_VLConfig(
-        text_config=text,
-        vision_config=vision,
-        image_token_id=TOKEN,
-        video_token_id=VIDEO,
-        vision_start_token_id=OPENS,
-        vision_end_token_id=CLOSES,
-        tie_word_embeddings=False,
-    )
+    vision = {**VISION, "window_size": 24, "fullatt_block_indexes": [1, 3]}
+    vision |= {"out_hidden_size": text["hidden_size"]}
+    return Qwen2_5_VLConfig(text_config=text, vision_config=vision, **_IDS)
 
 
-def make_pictured(**text: Any) -> PreTrainedModel:
+KINDS: dict[str, tuple[Any, Any]] = {
+    "qwen2_5_vl": (qwen25, Qwen2_5_VLForConditionalGeneration),
+    "qwen2_vl": (qwen2, Qwen2VLForConditionalGeneration),
+}
+
+
+def make_pictured(kind: str = "qwen2_5_vl", **text: Any) -> PreTrainedModel:
+    """kind: of KINDS."""
     sizes = {**SIZES, "rope_parameters": ROPE, **text}
-    return random_model(qwen25, Qwen2_5_VLForConditionalGeneration, **sizes)
+    return random_model(*KINDS[kind], **sizes)
 
 
 class Picture:
@@ -176,8 +190,10 @@ class PicturedEngine(Engine):
 class Pictured:
     """A base and its adapters, served, and as transformers and PEFT have them."""
 
-    def __init__(self, folder: Path, make_driver: Any = Driver, shards: int = 1) -> None:
-        base = make_pictured()
+    def __init__(
+        self, folder: Path, make_driver: Any = Driver, shards: int = 1, kind: str = "qwen2_5_vl"
+    ) -> None:
+        base = make_pictured(kind)
         self.driver: Driver = make_driver(save_model(base, folder))
         self.oracle: PeftModel = add_adapter(base, "one", LoraConfig(**LORA["one"]), 1)
         self.oracle = add_adapter(self.oracle, "two", LoraConfig(**LORA["two"]), 2)

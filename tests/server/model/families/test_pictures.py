@@ -11,6 +11,7 @@ import torch
 from loraplex.server.protocol import GenerateRequest
 from tests.server.model.driver import Driver
 from tests.server.model.families.pictured import (
+    KINDS,
     PICTURES,
     Pictured,
     make_pictured,
@@ -31,10 +32,12 @@ PARTS: list[list[list[int] | str]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pictured]:
+@pytest.fixture(scope="module", params=KINDS)
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pictured]:
     folder = tmp_path_factory.mktemp("pictured")
-    found = Pictured(folder, partial(Driver, max_draft=4))
+    found = Pictured(folder, partial(Driver, max_draft=4), kind=request.param)
     yield found
     found.driver.close()
 

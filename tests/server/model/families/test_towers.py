@@ -17,6 +17,7 @@ from loraplex.server.config import ConfigError
 from loraplex.server.model.checkpoint.checkpoint import CheckpointError, read_config
 from loraplex.server.model.families.registry import read_model
 from loraplex.server.model.ops.memory import memory_table, picture_limits, weights_bytes
+from loraplex.server.model.spec.model_spec import ModelSpec
 from loraplex.server.model.spec.served_as import served_as
 from loraplex.server.model.tower.geometry import patch_places, window_table
 from loraplex.server.model.weights import load_tower
@@ -24,12 +25,20 @@ from tests.server.model.driver import Driver, engine_config
 from tests.server.model.families.pictured import make_pictured
 from tests.server.model.hub_models import save_model
 
-QWEN = served_families()["qwen2_5_vl"].config
+FAMILIES = served_families()
+QWEN = FAMILIES["qwen2_5_vl"].config
+QWEN2 = FAMILIES["qwen2_vl"].config
 CPU = torch.device("cpu")
 
 
 def qwen(vision: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
     return {**QWEN, "vision_config": {**QWEN["vision_config"], **(vision or {})}, **changes}
+
+
+def parameters_of_tower(model: ModelSpec) -> float:
+    text = msgspec.structs.replace(model, pictures=None)
+    whole, rest = (weights_bytes(each, "bfloat16", packed=False) for each in (model, text))
+    return (whole - rest) / 2
 
 
 def test_qwen25_of_seven_billion_parameters() -> None:
@@ -41,11 +50,20 @@ def test_qwen25_of_seven_billion_parameters() -> None:
     windows = pictures.tower.windows
     assert [layer for layer, window in enumerate(windows) if window is None] == [7, 15, 23, 31]
     assert set(windows) == {None, 64}
-    text = msgspec.structs.replace(model, pictures=None)
-    of_tower = weights_bytes(model, "bfloat16", packed=False)
-    of_tower -= weights_bytes(text, "bfloat16", packed=False)
-    assert of_tower / 2 == pytest.approx(677e6, rel=0.01)
-    assert served_as(model, picture_memory=0) == text
+    assert parameters_of_tower(model) == pytest.approx(677e6, rel=0.01)
+    assert served_as(model, picture_memory=0) == msgspec.structs.replace(model, pictures=None)
+
+
+@pytest.mark.parametrize(
+    ("family", "columns", "parameters"),
+    [("qwen2_vl", 1176, 675.8e6)],
+)
+def test_towers_without_windows(family: str, columns: int, parameters: float) -> None:
+    model = read_model(FAMILIES[family].config)
+    assert model.pictures is not None
+    assert (model.pictures.columns, model.pictures.window) == (columns, 0)
+    assert set(model.pictures.tower.windows) == {None}
+    assert parameters_of_tower(model) == pytest.approx(parameters, rel=0.001)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +76,9 @@ def test_qwen25_of_seven_billion_parameters() -> None:
         (qwen({"fullatt_block_indexes": 7}), "must be a list of layers"),
         (qwen({"depth": 0}), "vision_config: depth must be a positive integer"),
         (qwen(rope_scaling={"type": "mrope", "mrope_section": [16, 24]}), "three numbers of 64"),
+        ({**QWEN2, "vision_config": {"embed_dim": 1000}}, "embed_dim must be a multiple of 4"),
+        ({**QWEN2, "vision_config": {"hidden_size": 64}}, "hidden_size must be that of the text"),
+        ({**QWEN2, "vision_config": {"hidden_act": "snake"}}, "hidden_act must be one of"),
         ({**QWEN, "vision_config": 3}, "vision_config must be a table"),
     ],
 )
@@ -71,7 +92,7 @@ def test_refused_by_name(config: dict[str, Any], words: str) -> None:
     [
         qwen(image_token_id=152064),
         {key: value for key, value in QWEN.items() if key != "vision_config"},
-        served_families()["qwen2_vl"].config,
+        FAMILIES["glm4v"].config,
     ],
 )
 def test_models_that_read_no_pictures_here(config: dict[str, Any]) -> None:

@@ -59,6 +59,7 @@ from loraplex.router.operations.workers import AdapterWorkers
 from loraplex.router.pictures.fetcher import PictureFetcher
 from loraplex.router.pictures.held import HeldPictures
 from loraplex.router.pictures.reader import PictureReader
+from loraplex.router.pictures.uploaded import UploadedPictures
 from loraplex.router.policy.front_door import FrontDoor
 from loraplex.router.policy.placement.attempts import Quarantine, RetryBudget
 from loraplex.router.policy.queue.queue_limits import QueueLimits
@@ -84,6 +85,7 @@ from loraplex.router.workers.connections import Connections
 from loraplex.router.workers.fleet import Fleet
 from loraplex.router.workers.model_card import CardStore
 from loraplex.router.workers.roster import Roster
+from loraplex.server.protocol import MAX_PICTURE_BYTES
 
 _HUB_THREADS = 8
 _FREE_RETRIES_PER_S = 10.0
@@ -232,8 +234,11 @@ def _bases(
 
 
 def _reader(config: RouterConfig) -> PictureReader:
+    folder = config.files_dir
+    store = None if folder is None else FileStore(folder.expanduser())
+    most = max(config.max_body_bytes, MAX_PICTURE_BYTES)
     try:
-        return PictureReader(PictureFetcher(config.picture_hosts))
+        return PictureReader(PictureFetcher(config.picture_hosts), UploadedPictures(store, most))
     except AdapterError as error:
         raise RouterConfigError(str(error)) from None
 

@@ -2,12 +2,13 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import msgspec
 from msgspec import Meta
 
 from loraplex.router.api.request.body import decode_body, require
+from loraplex.router.call import RequestError
 from loraplex.router.policy.batch_limits import LEAST_EXPIRY_S, MOST_EXPIRY_S
 
 BatchStatus = Literal[
@@ -20,7 +21,8 @@ BatchStatus = Literal[
     "cancelling",
     "cancelled",
 ]
-FilePurpose = Literal["batch", "batch_output"]
+UploadPurpose = Literal["batch", "vision", "user_data"]
+FilePurpose = UploadPurpose | Literal["batch_output"]
 
 
 class FileObject(msgspec.Struct, frozen=True):
@@ -148,7 +150,7 @@ class UploadForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The fields of an upload, for its description: the form itself is read as it comes."""
 
     file: bytes
-    purpose: Literal["batch"]
+    purpose: UploadPurpose
     anchor: Literal["created_at"] | None = msgspec.field(default=None, name="expires_after[anchor]")
     seconds: ExpirySeconds | None = msgspec.field(default=None, name="expires_after[seconds]")
 
@@ -187,17 +189,22 @@ def parse_create(body: bytes, endpoints: tuple[str, ...]) -> tuple[CreateBatchBo
     return wanted, hours * 3600
 
 
-def parse_form(fields: Mapping[str, str], usual_expiry_s: int) -> int:
-    """Reads the form of an upload; returns for how many seconds the file is kept. Raises
-    RequestError.
+def parse_form(fields: Mapping[str, str], usual_expiry_s: int) -> tuple[UploadPurpose, int]:
+    """Reads the form of an upload; returns the file's purpose, and for how many seconds it is kept.
+    Raises RequestError.
     """
-    purpose = fields.get("purpose")
-    require(purpose == "batch", f"expected 'batch', got {purpose!r:.80}", "purpose")
+    try:
+        purpose = msgspec.convert(fields.get("purpose"), UploadPurpose)
+    except msgspec.ValidationError:
+        known, given = " or ".join(get_args(UploadPurpose)), fields.get("purpose")
+        message = f"`purpose`: expected {known}, got {given!r:.80}"
+        raise RequestError("invalid", message, param="purpose") from None
     anchor, seconds = fields.get("expires_after[anchor]"), fields.get("expires_after[seconds]")
     if anchor is None and seconds is None:
-        return usual_expiry_s
+        return purpose, usual_expiry_s
     require(anchor == "created_at", "expected 'created_at'", "expires_after[anchor]")
-    return _whole(seconds or "", LEAST_EXPIRY_S, MOST_EXPIRY_S, "expires_after[seconds]")
+    seconds_kept = _whole(seconds or "", LEAST_EXPIRY_S, MOST_EXPIRY_S, "expires_after[seconds]")
+    return purpose, seconds_kept
 
 
 def parse_list(query: Mapping[str, str], usual: int, most: int) -> ListQuery:

@@ -87,9 +87,8 @@ class BatchDesk:
         tenant, now = caller.tenant, time.time()
         file = self.store.get(tenant, wanted.input_file_id, "input_file_id")
         if file.purpose != "batch":
-            raise RequestError(
-                "invalid", f"`input_file_id`: {file.id} is a batch's answers", param="input_file_id"
-            )
+            message = f"`input_file_id`: the purpose of {file.id} is {file.purpose!r}, not 'batch'"
+            raise RequestError("invalid", message, param="input_file_id")
         self.store.check_room(tenant, self.room_of(tenant), 2, 0)
         expires = wanted.output_expires_after
         state = BatchState(

@@ -78,16 +78,14 @@ class Uploads:
         form = _Form(path, self._limits.max_bytes)
         try:
             await self._read(request, reader, form, tenant, room)
-            expiry_s = parse_form(form.fields, self._limits.expiry_s)
-            require(form.filename is not None, "is needed: the lines to run", "file")
+            purpose, expiry_s = parse_form(form.fields, self._limits.expiry_s)
+            require(form.filename is not None, "is needed", "file")
             require(form.nbytes, "it is empty", "file")
             await off_loop(form.flush)
             await off_loop(self._store.check_room, tenant, room, 1, 0)
             name = name_of(form.filename)
             created = int(now)
-            stored = StoredFile(
-                file_id, form.nbytes, created, created + expiry_s, name, purpose="batch"
-            )
+            stored = StoredFile(file_id, form.nbytes, created, created + expiry_s, name, purpose)
             await off_loop(self._store.keep, tenant, path, stored)
             return stored
         finally:

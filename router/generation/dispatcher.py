@@ -325,7 +325,9 @@ class Dispatcher:
         """Builds the prompts of a request. Raises RequestError."""
         adapter = resolved.adapter
         try:
-            return await self._tokeniser.prompts(authorised.call, resolved.model, adapter)
+            return await self._tokeniser.prompts(
+                authorised.call, resolved.model, adapter, authorised.tenant
+            )
         except RequestError as error:
             if adapter is not None:
                 error.headers[DIGEST_HEADER] = adapter.digest

@@ -68,7 +68,8 @@ async def build_prompts(
 ) -> list[Prompt]:
     """Builds the call's prompts, in order. template: the adapter's own, in place of the base's.
 
-    Raises RequestError (template_error, context_length, invalid, invalid_image, unsupported).
+    Raises RequestError (template_error, context_length, invalid, invalid_image, file_not_found,
+    unsupported).
     """
     if call.messages is not None:
         return [

@@ -128,9 +128,9 @@ class Tokeniser:
         return await self._models.of(base, manifest)
 
     async def prompts(
-        self, call: GenerationCall, model: TextModel, adapter: ServedAdapter | None
+        self, call: GenerationCall, model: TextModel, adapter: ServedAdapter | None, tenant: str
     ) -> list[Prompt]:
-        """Builds the call's prompts, in order. Raises as `build_prompts`."""
+        """Builds the call's prompts, in order. tenant: the caller's. Raises as `build_prompts`."""
         check_given(call, model.card)
         template = None if adapter is None else adapter.manifest.template
         if call.vector is not None:
@@ -140,7 +140,8 @@ class Tokeniser:
                 text = (await render_messages(*chat)).text
                 call = msgspec.structs.replace(call, prompts=(text,))
             return await _texts_read(call, vector, model)
-        return await build_prompts(call, model, template, self.makers)
+        makers = self.makers._replace(reader=self.makers.reader.of(tenant))
+        return await build_prompts(call, model, template, makers)
 
     async def tokenise(
         self,

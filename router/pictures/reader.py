@@ -9,6 +9,7 @@ import msgspec
 from loraplex.router.api.request.pictures import GivenPicture, data_of
 from loraplex.router.call import RequestError
 from loraplex.router.pictures.fetcher import PictureFetcher
+from loraplex.router.pictures.uploaded import UploadedPictures
 from loraplex.router.text.model import TextModel
 from loraplex.server.protocol import Grid, VisionCard, read_picture_head
 
@@ -27,27 +28,38 @@ class Picture(msgspec.Struct, frozen=True):
 
 
 class PictureReader:
-    """Reads pictures. fetcher: of those that a request names by their addresses."""
+    """Reads pictures. fetcher: of those that a request names by their addresses. uploaded: of
+    those that it names by their files."""
 
-    def __init__(self, fetcher: PictureFetcher) -> None:
+    def __init__(self, fetcher: PictureFetcher, uploaded: UploadedPictures) -> None:
         self._fetcher = fetcher
+        self._uploaded = uploaded
+
+    def of(self, tenant: str) -> "PictureReader":
+        """Returns the reader of a new request of the tenant's."""
+        return PictureReader(self._fetcher, self._uploaded.of(tenant))
 
     async def read(
         self, given: Sequence[GivenPicture], model: TextModel, vision: VisionCard
     ) -> list[Picture]:
-        """The pictures, in order. Raises RequestError (invalid_image, unavailable)."""
+        """The pictures, in order. Raises RequestError (invalid_image, unavailable, and for files
+        file_not_found, unsupported)."""
         return [await self._read(one, model, vision) for one in given]
 
     async def close(self) -> None:
         await self._fetcher.close()
 
     async def _read(self, one: GivenPicture, model: TextModel, vision: VisionCard) -> Picture:
+        data = await self._data(one, model)
+        size = len(data) // _CHARACTERS
+        return await model.turns.run(size, _blaming(one.where, lambda: _picture(data, vision)))
+
+    async def _data(self, one: GivenPicture, model: TextModel) -> bytes:
+        if one.file_id is not None:
+            return await self._uploaded.data(one.file_id, one.where)
         size = len(one.url) // _CHARACTERS
         data = await model.turns.run(size, _blaming(one.where, lambda: data_of(one.url)))
-        if data is None:
-            data = await self._fetcher.fetch(one.url, one.where)
-        file = data
-        return await model.turns.run(size, _blaming(one.where, lambda: _picture(file, vision)))
+        return await self._fetcher.fetch(one.url, one.where) if data is None else data
 
 
 def _picture(data: bytes, vision: VisionCard) -> Picture:

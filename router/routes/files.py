@@ -98,7 +98,9 @@ class FileRoutes:
     async def _content(self, desk: BatchDesk, caller: Caller, request: Request) -> Response:
         stored = await desk.stored_file(caller, request.path_params["id"])
         path = desk.store.content(caller.tenant, stored.id)
-        return FileResponse(path, media_type="text/plain", filename=stored.filename)
+        is_text = stored.purpose in ("batch", "batch_output")
+        kind = "text/plain" if is_text else "application/octet-stream"
+        return FileResponse(path, media_type=kind, filename=stored.filename)
 
     async def _batches(self, desk: BatchDesk, caller: Caller, request: Request) -> Response:
         if request.method == "POST":

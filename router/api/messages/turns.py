@@ -10,6 +10,7 @@ from msgspec import Meta
 from loraplex.router.api.request.body import require
 from loraplex.router.api.request.chat_messages import (
     ContentPart,
+    FilePart,
     FunctionCall,
     Message,
     MessagePart,
@@ -25,12 +26,13 @@ Shown = str | list[MessagePart]
 
 
 class ImageSource(msgspec.Struct, frozen=True):
-    """The place of a picture: data of a media type, or an address. Files are not served."""
+    """The place of a picture: data of a media type, an address, or an uploaded file."""
 
     type: str
     media_type: str | None = None
     data: str | None = None
     url: str | None = None
+    file_id: str | None = None
 
 
 class ResultPart(msgspec.Struct, frozen=True):
@@ -210,8 +212,11 @@ def _picture(source: ImageSource | None, where: str) -> MessagePart:
     if source.type == "url":
         require(source.url is not None, "expected a text", f"{where}.url")
         return MessagePart("image_url", image_url=source.url)
+    if source.type == "file":
+        require(source.file_id is not None, "expected a text", f"{where}.file_id")
+        return FilePart("file", file_id=source.file_id or "")
     if source.type != "base64":
-        raise unsupported(f"{where}.type", "`base64` and `url` are known")
+        raise unsupported(f"{where}.type", "`base64`, `url` and `file` are known")
     require(source.data is not None, "expected a text", f"{where}.data")
     media_type = source.media_type or "image/unknown"
     return MessagePart("image_url", image_url=f"data:{media_type};base64,{source.data}")

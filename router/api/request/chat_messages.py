@@ -33,6 +33,12 @@ class MessagePart(ContentPart, frozen=True):
     image_url: ImageUrl | str | None = None
 
 
+class FilePart(MessagePart, frozen=True):
+    """A picture in an uploaded file, as other APIs than the chat have it."""
+
+    file_id: str = ""
+
+
 class FunctionCall(msgspec.Struct, frozen=True):
     """Function that an earlier message of the assistant calls. arguments: JSON text, or the object
     itself.
@@ -170,6 +176,8 @@ def _part(part: MessagePart, param: str) -> dict[str, Any]:
     """Returns a part of a message as templates read it; a picture has its address and its place in
     the body. Raises RequestError.
     """
+    if isinstance(part, FilePart):
+        return {"type": "image", "url": "", "where": param, "file_id": part.file_id}
     if part.type != "image_url":
         return text_part(part, param, "send text or an `image_url`")
     given = part.image_url

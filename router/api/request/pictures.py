@@ -1,4 +1,6 @@
-"""Pictures as requests give them: by data URLs and addresses, among messages or texts. Pure."""
+"""Pictures as requests give them: by data URLs, addresses and files, among messages or texts.
+Pure.
+"""
 
 import base64
 import binascii
@@ -20,16 +22,23 @@ Messages = list[dict[str, Any]]
 
 
 class GivenPicture(msgspec.Struct, frozen=True):
-    """A picture of a request. url: its data, or where it is. where: its place in the body."""
+    """A picture of a request. url: its data, or where it is. where: its place in the body.
+    file_id: of an uploaded file, in place of the URL.
+    """
 
     url: str
     where: str
+    file_id: str | None = None
 
 
 def in_messages(messages: Messages) -> list[GivenPicture]:
     """Finds the pictures of a conversation, in order."""
     parts = (part for message in messages for part in _parts(message))
-    return [GivenPicture(part["url"], part["where"]) for part in parts if part["type"] == "image"]
+    return [
+        GivenPicture(part["url"], part["where"], part.get("file_id"))
+        for part in parts
+        if part["type"] == "image"
+    ]
 
 
 def bare(messages: Messages) -> Messages:
@@ -69,7 +78,9 @@ def as_in_body(given: list[GivenPicture], api: Api) -> list[GivenPicture]:
     if api == "chat":
         return given
     field = "input" if api == "responses" else "messages"
-    return [GivenPicture(one.url, f"{field}, image {i}") for i, one in enumerate(given, 1)]
+    return [
+        msgspec.structs.replace(one, where=f"{field}, image {i}") for i, one in enumerate(given, 1)
+    ]
 
 
 def check_given(call: GenerationCall, card: ModelCard) -> None:

@@ -7,6 +7,7 @@ import msgspec
 
 from loraplex.router.api.request.body import require
 from loraplex.router.api.request.chat_messages import (
+    FilePart,
     FunctionCall,
     Message,
     MessagePart,
@@ -24,8 +25,8 @@ _REFERENCE = "send the item itself"
 
 
 class InputPart(msgspec.Struct, frozen=True):
-    """A text, or a picture by its address: of the other kinds that OpenAI has, none is served.
-    refusal: of type `refusal`. image_url, file_id: of type `input_image`; the latter is refused.
+    """A text, or a picture: of the other kinds that OpenAI has, none is served. refusal: of type
+    `refusal`. image_url, file_id: one of them, of type `input_image`.
     """
 
     type: str
@@ -152,7 +153,8 @@ def _shown(part: InputPart, where: str) -> MessagePart:
     if part.type != _PICTURE:
         return MessagePart("text", _part(part, where))
     if part.file_id is not None:
-        raise unsupported(f"{where}.file_id", "send the picture as `image_url`")
+        require(part.image_url is None, "goes with no `image_url`", f"{where}.file_id")
+        return FilePart("file", file_id=part.file_id)
     return MessagePart("image_url", image_url=_text(part.image_url, f"{where}.image_url"))
 
 

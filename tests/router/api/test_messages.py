@@ -231,7 +231,7 @@ def test_form_of_the_text() -> None:
         ({"messages": [said("assistant", IMAGE)]}, "messages[0].content[0].type"),
         ({"messages": [said("user", {"type": "image"})]}, "messages[0].content[0].source"),
         (
-            {"messages": [said("user", {"type": "image", "source": {"type": "file"}})]},
+            {"messages": [said("user", {"type": "image", "source": {"type": "text"}})]},
             "messages[0].content[0].source.type",
         ),
         (

@@ -535,7 +535,11 @@ LOGPROBS = "message.output_text.logprobs"
         ({"input": [{"role": "user", "content": []}]}, "input[0].content"),
         ({"input": [EASY | {"content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
         (
-            {"input": [EASY | {"content": [{"type": "input_image", "file_id": "x"}]}]},
+            {
+                "input": [
+                    EASY | {"content": [{"type": "input_image", "image_url": "u", "file_id": "x"}]}
+                ]
+            },
             "input[0].content[0].file_id",
         ),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),

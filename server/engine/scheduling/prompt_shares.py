@@ -85,7 +85,9 @@ class StepCost:
         most, twice_s = int(_GROWTH * max(_TELLING, self._largest)), 2 * max(0.0, seconds)
         price, slope = self._line()
         first = price + slope * start
-        root = first + math.sqrt(first**2 + slope * twice_s)
+        root = first + math.hypot(first, math.sqrt(slope) * math.sqrt(twice_s))
+        if not root:  # tokens are free, or there is no time for any
+            return 0 if slope else most
         return most if most * root <= twice_s else int(twice_s / root)
 
     def _line(self) -> tuple[float, float]:
@@ -96,7 +98,7 @@ class StepCost:
         variance = max(0.0, self._xx / self._weight - context**2)
         slope = (self._xy / self._weight - context * price) / (variance + _SPREAD**2)
         slope = min(max(0.0, slope), price / context if context else 0.0)
-        return price - slope * context, slope
+        return max(0.0, price - slope * context), slope  # rounding may go below 0
 
 
 class StepLoad(NamedTuple):

@@ -67,6 +67,13 @@ def test_nothing_bounds_a_step_before_anything_is_known() -> None:
     assert StepCost().tokens_within(0.0, 0) == sys.maxsize
 
 
+def test_no_time_is_enough_for_no_token() -> None:
+    """A token costs nothing by itself here, but its context does."""
+    cost = learned([(1, 49_663, 2e-9), (0, 0, 2e-9), (1, 0, 2e-9), (1, 48_133, 2e-9)])
+    assert cost.tokens_within(0.0, 0) == 0
+    assert cost.tokens_within(1e-313, 0) == 0, "the arithmetic does not underflow"
+
+
 @given(STEPS, SECONDS, st.floats(0.0, 1.0), st.integers(0, 100_000), st.integers(0, 1000))
 def test_less_time_and_later_tokens_never_give_more(
     steps: list[tuple[int, int, float]], seconds: float, part: float, start: int, later: int

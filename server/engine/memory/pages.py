@@ -143,9 +143,11 @@ class PagePool:
                 self._free.append(page)
 
     def at_risk(self, count: int) -> Iterator[tuple[int, PageHash]]:
-        """The cached pages that the next `count` allocations overwrite, with their content."""
+        """The cached pages that the next `count` allocations overwrite, with their content; without
+        those that are copied already, perhaps with content that they had before."""
         for page in islice(self._idle, max(0, count - len(self._free))):
-            yield page, self._hash_of[page]
+            if page not in self._saving:
+                yield page, self._hash_of[page]
 
     def allocate(self, count: int) -> list[int] | None:
         """Hold `count` pages of no defined content, or None if there are not so many."""

@@ -68,6 +68,24 @@ def test_cached_pages_are_overwritten_oldest_first_and_tails_before_heads() -> N
     assert pool.available == 1
 
 
+def test_a_page_that_is_copied_is_not_copied_again_with_other_content() -> None:
+    pool = PagePool(1, 2)
+    (part,), (full,) = chain([1]), chain([1, 2])
+    pages = pool.allocate(1)
+    assert pages is not None
+    pool.publish(pages[0], part)
+    pool.release(pages)
+    pool.save(page for page, _ in pool.at_risk(1))
+    assert pool.match([part]) == pages, "a sequence goes on within the page"
+    pool.forget(pages)
+    pool.publish(pages[0], full)
+    pool.release(pages)
+    assert [*pool.at_risk(1)] == []
+    pool.saved(pages)
+    assert [*pool.at_risk(1)] == [(pages[0], full)]
+    check_pool(pool)
+
+
 def test_content_that_is_known_stays_where_it_is() -> None:
     pool = PagePool(2, 2)
     (digest,) = chain([1, 2])

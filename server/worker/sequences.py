@@ -82,6 +82,7 @@ class SequenceTable:
         self.orphans = 0
         self._live: dict[int, _Live] = {}
         self._choices: dict[int, dict[tuple[str, int], dict[int, int]]] = {}
+        self._ended: list[int] = []  # keys of those with pictures
         self._next_key = 0
 
     def __len__(self) -> int:
@@ -112,6 +113,11 @@ class SequenceTable:
         if live is None or live.connection is None or live.with_pictures is None:
             return None
         return live.connection, live.with_pictures
+
+    def take_ended(self) -> list[int]:
+        """The keys of sequences with pictures that have ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
 
     def by_adapter(self) -> Counter[str]:
         """Live sequences of each adapter that has any."""
@@ -180,6 +186,8 @@ class SequenceTable:
 
     def _close(self, key: int) -> None:
         live = self._live.pop(key)
+        if live.with_pictures is not None:
+            self._ended.append(key)
         if live.connection is None:
             self.orphans -= 1
             return

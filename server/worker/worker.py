@@ -295,6 +295,7 @@ class Worker:
             self._metrics.stepped(frame)
             self._inspector.stepped(frame)
             self._deliver(self._table.route(frame.events))
+            self._forget_pictures()
         elif isinstance(frame, AdapterSettled):
             self._orders.settled(frame)
         elif isinstance(frame, AdapterPlaced):
@@ -316,10 +317,17 @@ class Worker:
         if asker is None or self.pictures is None:
             return
         number, request = asker
-        missing = self.pictures.wanted(request, frame.pictures)
+        missing = self.pictures.wanted(frame.key, request, frame.pictures)
         if missing and number in self._connections:
             identity = (request.request_id, request.attempt, request.choice)
             self._connections[number].send(PicturesMissing(*identity, missing))
+
+    def _forget_pictures(self) -> None:
+        """Has no pictures brought for sequences that have ended."""
+        ended = self._table.take_ended()
+        if self.pictures is not None:
+            for key in ended:
+                self.pictures.ended(key)
 
     def engine_lost(self, reason: str) -> None:
         """End each of the engine's sequences with one terminal event; routers try again

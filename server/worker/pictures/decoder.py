@@ -99,7 +99,7 @@ class PictureDecoder:
         segment = PatchSegment(grid[0] * grid[1] * grid[2], self._card.columns)
         try:
             segment.fill(partial(write_patches, pixels, grid, self._card))
-        except ValueError:
+        except BaseException:
             segment.remove()
             raise
         return segment

@@ -6,10 +6,11 @@ engine has taken them.
 """
 
 import asyncio
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 from loraplex.server.engine.messages import EncodePicture, PictureFailed, PictureTaken, ToEngine
 from loraplex.server.protocol import BACKGROUND_PRIORITY, GenerateRequest, Grid
@@ -17,18 +18,25 @@ from loraplex.server.worker.metrics import WorkerMetrics
 from loraplex.server.worker.pictures.decoder import NoPatches, PictureDecoder
 from loraplex.server.worker.pictures.segments import PatchSegment
 
+log = logging.getLogger(__name__)
+
 # Of files that may be asked for again, by another sequence or after a preemption.
 MAX_KEPT_BYTES = 256 << 20
+# Of files that wait to be decoded, kept or not.
+MAX_WAITING_BYTES = 1 << 30
 # In shared memory at once. The engine takes each as it comes.
 MAX_SEGMENTS = 8
 
 
-class _Wanted(NamedTuple):
-    """A picture that the engine waits for. tenant, is_batch: of the sequence that asked first."""
+@dataclass(slots=True)
+class _Wanted:
+    """A picture that the engine waits for. tenant, is_batch: of the sequence that asked first.
+    askers: keys of the sequences that need it and have not ended."""
 
     grid: Grid
     tenant: str
     is_batch: bool
+    askers: set[int] = field(default_factory=set)
 
 
 class PictureService:
@@ -46,20 +54,35 @@ class PictureService:
         self._files: OrderedDict[str, bytes] = OrderedDict()
         self._kept_bytes = 0
         self._wanted: dict[str, _Wanted] = {}
+        self._asked: dict[int, set[str]] = {}  # pictures of each sequence that asked for some
         self._decoding: dict[str, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()  # these, and what lost engines waited for
+        self._waiting_bytes = 0
         self._segments: dict[str, PatchSegment] = {}
         self._room = asyncio.Semaphore(MAX_SEGMENTS)
 
-    def wanted(self, request: GenerateRequest, pictures: tuple[str, ...]) -> tuple[str, ...]:
-        """The engine waits for these pictures of a request. Returns those whose files are not
+    def wanted(
+        self, key: int, request: GenerateRequest, pictures: tuple[str, ...]
+    ) -> tuple[str, ...]:
+        """The engine waits for these pictures of a sequence. Returns those whose files are not
         here; `arrived` brings them."""
         grids = {span.picture: span.grid for span in request.pictures}
         is_batch = request.priority >= BACKGROUND_PRIORITY
+        self._asked.setdefault(key, set()).update(pictures)
         for picture in pictures:
             known = _Wanted(grids[picture], request.tenant, is_batch)
-            self._wanted.setdefault(picture, known)
+            self._wanted.setdefault(picture, known).askers.add(key)
             self._begin(picture)
         return tuple(p for p in pictures if p not in self._files)
+
+    def ended(self, key: int) -> None:
+        """A sequence waits for nothing any more."""
+        for picture in self._asked.pop(key, ()):
+            wanted = self._wanted.get(picture)
+            if wanted is not None:
+                wanted.askers.discard(key)
+                if not wanted.askers and picture not in self._decoding:
+                    del self._wanted[picture]
 
     def arrived(self, picture: str, data: bytes) -> None:
         """A picture's file came from a router. picture: its SHA-256."""
@@ -79,7 +102,10 @@ class PictureService:
 
     def engine_lost(self) -> None:
         """Forgets what the lost engine waited for."""
+        for wanted in self._wanted.values():
+            wanted.askers.clear()
         self._wanted.clear()
+        self._asked.clear()
         self._decoding.clear()  # what they make is dropped
         while self._segments:
             self._drop(self._segments.popitem()[1])
@@ -88,24 +114,34 @@ class PictureService:
         """Ends the decoding processes, and removes what lies in shared memory."""
         self.engine_lost()
         await self._decoder.close()
+        await asyncio.gather(*self._tasks)
 
     def _begin(self, picture: str) -> None:
-        if picture in self._wanted and picture in self._files and picture not in self._decoding:
-            self._files.move_to_end(picture)
-            self._decoding[picture] = asyncio.create_task(self._decode(picture))
+        """Decodes a picture if it is wanted, and its file is here."""
+        wanted, data = self._wanted.get(picture), self._files.get(picture)
+        if wanted is None or data is None or picture in self._decoding:
+            return
+        self._files.move_to_end(picture)
+        if self._waiting_bytes + len(data) > MAX_WAITING_BYTES:
+            del self._wanted[picture]
+            message = "too many bytes of pictures wait to be decoded"
+            self._to_engine(PictureFailed(picture, message, "overloaded"))
+            return
+        self._waiting_bytes += len(data)
+        task = asyncio.create_task(self._decode(picture, wanted, data))
+        self._decoding[picture] = task
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
-    async def _decode(self, picture: str) -> None:
-        wanted, data = self._wanted[picture], self._files[picture]
+    async def _decode(self, picture: str, wanted: _Wanted, data: bytes) -> None:
+        segment, failed = None, None
         await self._room.acquire()
-        segment, failed, outcome = None, None, "decoded"
-        began = time.monotonic()
         try:
-            segment = await self._decoder.patches(data, *wanted)
+            if wanted.askers:
+                segment = await self._patches(wanted, data)
         except NoPatches as error:
             failed = PictureFailed(picture, error.message, error.code)
-            outcome = "refused" if error.code == "invalid_image" else "failed"
-        self._metrics.images.labels(outcome).inc()
-        self._metrics.image_decode_s.observe(time.monotonic() - began)
+        self._waiting_bytes -= len(data)
         is_late = self._decoding.get(picture) is not asyncio.current_task()
         if segment is None or is_late:
             self._drop(segment)
@@ -118,6 +154,24 @@ class PictureService:
             self._segments[segment.name] = segment
             place = (segment.name, segment.rows, segment.columns)
             self._to_engine(EncodePicture(picture, wanted.grid, *place))
+
+    async def _patches(self, wanted: _Wanted, data: bytes) -> PatchSegment:
+        """Decodes a file, and counts it. Raises NoPatches."""
+        began, outcome = time.monotonic(), "failed"
+        try:
+            of = (wanted.grid, wanted.tenant, wanted.is_batch)
+            segment = await self._decoder.patches(data, *of)
+            outcome = "decoded"
+        except NoPatches as error:
+            outcome = "refused" if error.code == "invalid_image" else "failed"
+            raise
+        except Exception as error:  # whatever it is, sequences wait for an answer
+            log.error("a picture could not be decoded", exc_info=error)
+            raise NoPatches("internal", "the picture could not be decoded") from error
+        finally:
+            self._metrics.images.labels(outcome).inc()
+            self._metrics.image_decode_s.observe(time.monotonic() - began)
+        return segment
 
     def _drop(self, segment: PatchSegment | None) -> None:
         """Gives back the room of a segment, be it that none was made."""

@@ -35,7 +35,14 @@ class Decoder(PictureDecoder):
             raise NoPatches("invalid_image", "no picture")
         segment = PatchSegment(4, 3)
         segment.fill(lambda patches: patches.fill(len(data)))
+        if data == b"strange":
+            segment.remove()
+            raise RuntimeError("nobody knows why")
         return segment
+
+    async def close(self) -> None:
+        self.go.set()
+        await super().close()
 
 
 class Bench:
@@ -74,11 +81,11 @@ def run(body: Callable[[Bench], Awaitable[None]]) -> None:
 def test_a_picture_is_asked_for_decoded_once_and_handed_over() -> None:
     async def body(bench: Bench) -> None:
         service = bench.service
-        assert service.wanted(request("a", "b"), ("a", "b")) == ("a", "b")
-        assert service.wanted(request("a"), ("a",)) == ("a",)
+        assert service.wanted(1, request("a", "b"), ("a", "b")) == ("a", "b")
+        assert service.wanted(2, request("a"), ("a",)) == ("a",)
         service.arrived("a", b"data")
         service.arrived("a", b"data")
-        assert service.wanted(request("a"), ("a",)) == ()
+        assert service.wanted(3, request("a"), ("a",)) == ()
         bench.decoder.go.set()
         await bench.settle()
         assert bench.decoder.asked == [b"data"]
@@ -90,7 +97,7 @@ def test_a_picture_is_asked_for_decoded_once_and_handed_over() -> None:
         service.taken(PictureTaken("a", frame.segment))
         assert not (FOLDER / frame.segment).exists()
         # Asked again, as after a preemption: the file is still here.
-        assert service.wanted(request("a"), ("a",)) == ()
+        assert service.wanted(4, request("a"), ("a",)) == ()
         await bench.settle()
         assert len(bench.names()) == 2
 
@@ -100,7 +107,7 @@ def test_a_picture_is_asked_for_decoded_once_and_handed_over() -> None:
 def test_what_cannot_be_decoded_fails() -> None:
     async def body(bench: Bench) -> None:
         bench.decoder.go.set()
-        bench.service.wanted(request("a"), ("a",))
+        bench.service.wanted(5, request("a"), ("a",))
         bench.service.arrived("a", b"bad")
         await bench.settle()
         assert bench.sent == [PictureFailed("a", "no picture", "invalid_image")]
@@ -110,14 +117,88 @@ def test_what_cannot_be_decoded_fails() -> None:
     run(body)
 
 
+def test_what_fails_for_an_unknown_reason_fails_and_holds_no_room() -> None:
+    async def body(bench: Bench) -> None:
+        bench.decoder.go.set()
+        for key in range(2 * service_module.MAX_SEGMENTS):
+            bench.service.wanted(key, request("a"), ("a",))
+            bench.service.arrived("a", b"strange")
+            await bench.settle()
+            failed = PictureFailed("a", "the picture could not be decoded", "internal")
+            assert bench.sent == [failed] * (key + 1)
+
+    run(body)
+
+
+def test_nothing_is_kept_for_sequences_that_have_ended() -> None:
+    async def body(bench: Bench) -> None:
+        service = bench.service
+        service.wanted(1, request("a", "b"), ("a", "b"))
+        service.wanted(2, request("b", "c"), ("b", "c"))
+        service.ended(1)
+        service.ended(1)
+        service.arrived("a", b"of the first")
+        service.arrived("b", b"of both")
+        await bench.settle()
+        assert bench.decoder.asked == [b"of both"], "nobody waits for the other one"
+        service.ended(2)
+        bench.decoder.go.set()
+        await bench.settle()
+        service.arrived("c", b"of the second")
+        await bench.settle()
+        assert bench.decoder.asked == [b"of both"]
+        assert not service._wanted
+        assert not service._asked
+
+    run(body)
+
+
+def test_what_nobody_waits_for_any_more_is_not_decoded() -> None:
+    async def body(bench: Bench) -> None:
+        names = tuple(f"{i}" for i in range(service_module.MAX_SEGMENTS + 2))
+        for name in names:
+            bench.service.arrived(name, name.encode())
+        bench.service.wanted(1, request(*names), names)
+        await bench.settle()
+        bench.service.wanted(2, request(names[-1]), names[-1:])
+        bench.service.ended(1)
+        bench.decoder.go.set()
+        await bench.settle()
+        for name in bench.names():
+            bench.service.taken(PictureTaken("", name))
+        await bench.settle()
+        assert names[-2].encode() not in bench.decoder.asked
+        assert names[-1].encode() in bench.decoder.asked
+
+    run(body)
+
+
+def test_files_that_wait_to_be_decoded_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "MAX_WAITING_BYTES", 10)
+    message = "too many bytes of pictures wait to be decoded"
+
+    async def body(bench: Bench) -> None:
+        bench.service.wanted(1, request("a", "b", "c"), ("a", "b", "c"))
+        for name in ("a", "b", "c"):
+            bench.service.arrived(name, b"12345")
+        assert bench.sent == [PictureFailed("c", message, "overloaded")]
+        bench.decoder.go.set()
+        await bench.settle()
+        bench.service.wanted(2, request("c"), ("c",))
+        await bench.settle()
+        assert len(bench.names()) == 3
+
+    run(body)
+
+
 def test_the_next_engine_gets_nothing_of_the_last() -> None:
     async def body(bench: Bench) -> None:
         service = bench.service
         service.arrived("a", b"data")
-        service.wanted(request("a"), ("a",))
+        service.wanted(6, request("a"), ("a",))
         await bench.settle()
         service.engine_lost()
-        service.wanted(request("a"), ("a",))
+        service.wanted(7, request("a"), ("a",))
         await bench.settle()
         bench.decoder.go.set()
         await bench.settle()
@@ -135,7 +216,7 @@ def test_only_so_many_lie_in_shared_memory() -> None:
         names = [f"{i}" for i in range(service_module.MAX_SEGMENTS + 3)]
         for name in names:
             bench.service.arrived(name, name.encode())
-        bench.service.wanted(request(*names), tuple(names))
+        bench.service.wanted(8, request(*names), tuple(names))
         await bench.settle()
         assert len(bench.sent) == service_module.MAX_SEGMENTS
         for name in bench.names():
@@ -152,7 +233,7 @@ def test_files_are_kept_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(bench: Bench) -> None:
         for name in ("a", "b", "c"):
             bench.service.arrived(name, b"12345")
-        assert bench.service.wanted(request("a", "b", "c"), ("a", "b", "c")) == ("a",)
+        assert bench.service.wanted(9, request("a", "b", "c"), ("a", "b", "c")) == ("a",)
         await bench.settle()
         assert bench.decoder.asked == [b"12345"] * 2
 

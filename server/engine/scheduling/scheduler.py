@@ -186,17 +186,15 @@ class Scheduler:
             self._fail_waiters(self.loads.take_waiters(news.digest), news.error)
 
     def picture_came(self, message: EncodePicture) -> None:
-        self._fail_pictures(self.pictures.came(message))
+        self._fail_pictures(self.pictures.came(message), "invalid_image")
 
-    def picture_missing(
-        self, picture: str, message: str, code: ErrorCode = "invalid_image"
-    ) -> None:
+    def picture_missing(self, picture: str, message: str, code: ErrorCode) -> None:
         self._fail_pictures(self.pictures.missing(picture, message), code)
 
     def picture_news(self, news: PictureIn) -> None:
-        self._fail_pictures(self.pictures.is_in(news))
+        self._fail_pictures(self.pictures.is_in(news), "internal")
 
-    def _fail_pictures(self, failed: list[LostPicture], code: ErrorCode = "invalid_image") -> None:
+    def _fail_pictures(self, failed: list[LostPicture], code: ErrorCode) -> None:
         for sequences, message in failed:
             for sequence in sequences:
                 if sequence.state is not State.FINISHED:  # by another picture of its

@@ -122,7 +122,7 @@ def test_a_picture_that_fails_ends_those_that_wait_for_it() -> None:
     made = harness()
     made.auto_pictures = False
     keys = [made.submit(pictured([1, *names])) for names in ("ab", "b", "a")]
-    made.scheduler.picture_missing("b", "it is no picture")
+    made.scheduler.picture_missing("b", "it is no picture", "invalid_image")
     made.exchange()
     for key in keys[:2]:
         event = made.last(key)
@@ -133,7 +133,8 @@ def test_a_picture_that_fails_ends_those_that_wait_for_it() -> None:
     made.auto_pictures = True
     made.run()
     assert made.last(keys[2]).finish == "length"
-    assert (made.last(fourth).error, made.last(fourth).message) == ("invalid_image", "it is bad")
+    # The device's fault, not the picture's.
+    assert (made.last(fourth).error, made.last(fourth).message) == ("internal", "it is bad")
     assert {each.error for each in made.taken} == {None, "it is bad"}
     made.assert_at_rest()
 

@@ -25,7 +25,8 @@ _EXIF = b"Exif\0\0"
 # Markers of a JPEG's frame, which has its size, and of what has no length behind it.
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _BARE = frozenset((0x00, 0x01, *range(0xD0, 0xD9)))
-_MARKER = re.compile(rb"\xff+([^\xff])")
+# A marker may begin with any number of 0xff. A search for all of them would begin again at each.
+_MARKER = re.compile(rb"\xff([^\xff])")
 _SCAN = 0xDA
 
 
@@ -116,7 +117,7 @@ def _read_png(data: bytes, found: _Found) -> None:
 
 
 def _read_jpeg(data: bytes, found: _Found) -> None:
-    at = 2
+    at, exif = 2, bytearray()
     for _ in _parts():
         match = _MARKER.search(data, at)
         if match is None:
@@ -125,6 +126,7 @@ def _read_jpeg(data: bytes, found: _Found) -> None:
         if marker in _BARE:
             continue
         if marker == _SCAN:
+            found.exif = bytes(exif)
             return
         (size,) = struct.unpack_from(">H", data, at)
         body = data[at + 2 : at + size]
@@ -132,7 +134,7 @@ def _read_jpeg(data: bytes, found: _Found) -> None:
             height, width = struct.unpack_from(">HH", body, 1)
             found.size = width, height
         elif marker == 0xE1 and body.startswith(_EXIF):
-            found.exif += body.removeprefix(_EXIF)
+            exif += body.removeprefix(_EXIF)
         elif marker == 0xE1 and body.startswith(_XMP_IN_JPEG):
             found.xmp = body
         at += size

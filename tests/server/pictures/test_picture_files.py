@@ -77,6 +77,7 @@ BIG = struct.pack(">IIBBBBB", 1 << 16, 1 << 16, 8, 2, 0, 0, 0)
         (b"\x89PNG\r\n\x1a\n" + png_chunk(b"xxxx", b"") * (1 << 15), "parts"),
         (b"\xff\xd8\xff\xe0\0\x10JFIF", "breaks off"),
         (b"\xff\xd8" + b"\xff" * 60, "breaks off"),
+        (b"\xff\xd8" + b"\xff" * (1 << 22), "breaks off"),  # hours, if time grows by the square
         (b"\xff\xd8" + b"\xff\xd0" * (1 << 15), "parts"),
         (b"RIFF\0\0\0\0WEBP", "does not say its size"),
         (b"RIFF\0\0\0\0WEBPVP8X\x0a\0\0\0", "breaks off"),

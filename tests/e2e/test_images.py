@@ -15,6 +15,7 @@ from huggingface_hub import InferenceClient
 
 from tests.e2e.picture_model import ADAPTERS, IMAGE, VIDEO, Oracle, data_url, save_all
 from tests.e2e.serving import ROOT, Serving, start_serving
+from tests.e2e.test_several_workers import until
 from tests.server.pictures.files import written
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -39,7 +40,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Serving, 
         *(str(folder / "base"), "--device", "cpu", "--dtype", "float32", "--workers", "2"),
         *("--adapter-root", str(folder), "--cache-dir", str(folder / "cache")),
         *(part for name in ADAPTERS for part in ("--adapter", f"{name}=local:{folder / name}")),
-        *("--max-body-bytes", str(32 << 20)),
+        *("--max-body-bytes", str(32 << 20), "--files-dir", str(folder / "files")),
         log=folder / "log",
     )
     yield serving, Oracle(folder)
@@ -132,6 +133,40 @@ def test_other_apis_answer_the_same(served: tuple[Serving, Oracle]) -> None:
     assert generated["generated_text"]
 
 
+def test_uploaded_images_and_batches_answer_the_same(served: tuple[Serving, Oracle]) -> None:
+    serving, _ = served
+    client = openai.OpenAI(base_url=f"{serving.url}/v1", api_key="unused", max_retries=0)
+    stored = client.files.create(file=("wide.jpg", FILES["wide"]), purpose="vision")
+    chat = {"messages": [{"role": "user", "content": parts("wide", "so?")[0]}], "max_tokens": MOST}
+    chat |= {"model": "one", "temperature": 0}
+    text = post(serving, "/v1/chat/completions", chat)["choices"][0]["message"]["content"]
+    said: Any = [
+        {"type": "input_image", "file_id": stored.id, "detail": "auto"},
+        {"type": "input_text", "text": "so?"},
+    ]
+    asked: Any = {"model": "one", "input": [{"role": "user", "content": said}], "temperature": 0}
+    answer = client.responses.create(**asked, max_output_tokens=MOST)
+    assert answer.output_text == text
+    blocks = [
+        {"type": "image", "source": {"type": "file", "file_id": stored.id}},
+        {"type": "text", "text": "so?"},
+    ]
+    body = {"model": "one", "max_tokens": MOST, "temperature": 0}
+    body |= {"messages": [{"role": "user", "content": blocks}]}
+    assert post(serving, "/v1/messages", body)["content"][0]["text"] == text
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": chat}
+    lines = client.files.create(file=("in.jsonl", json.dumps(line).encode()), purpose="batch")
+    batch = client.batches.create(
+        input_file_id=lines.id, endpoint="/v1/chat/completions", completion_window="24h"
+    )
+    until(serving, lambda: client.batches.retrieve(batch.id).status == "completed")
+    output = client.batches.retrieve(batch.id).output_file_id
+    assert output is not None
+    answered = json.loads(client.files.content(output).text)["response"]["body"]
+    client.close()
+    assert answered["choices"][0]["message"]["content"] == text
+
+
 BAD = [
     (b"GIF89a", "no PNG|breaks off"),
     (FILES["square"][:200], "cannot be decoded"),
@@ -148,6 +183,7 @@ def test_bad_images_are_named(served: tuple[Serving, Oracle], data: bytes, words
             model="one",
             messages=[{"role": "user", "content": sent}],  # type: ignore[list-item,misc]
         )
+    client.close()
     assert caught.value.code == "invalid_image"
 
 

@@ -1,4 +1,4 @@
-"""Pictures in uploaded files: of the same tenant alone, and within bounds."""
+"""Pictures in uploaded files: of the same tenant alone, within bounds, and in lines of batches."""
 
 import hashlib
 from pathlib import Path
@@ -17,12 +17,13 @@ from tests.router.pictures.seeing import (
     PLACE,
     SMALL,
     WIDE,
+    chat_part,
     data_url,
     seeing_card,
 )
 from tests.router.serving import Running, running_router
 
-RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+RESPONSES, MESSAGES, CHAT = "/v1/responses", "/v1/messages", "/v1/chat/completions"
 VISION = {"purpose": "vision"}
 
 
@@ -143,3 +144,38 @@ async def test_without_a_folder_there_are_no_files(tmp_path: Path) -> None:
         answer = await post(router, MESSAGES, body_of(MESSAGES, "file-x"))
         assert answer.status_code == 400
         assert "the router has no --files-dir" in answer.json()["error"]["message"]
+
+
+async def test_lines_of_batches_have_images(tmp_path: Path) -> None:
+    """By data URLs up to the bound of a line, and by uploaded files."""
+    async with (
+        running_worker(FakeWorker(seeing_card())) as worker,
+        running_router(tmp_path, worker, files_dir=tmp_path / "files") as router,
+    ):
+        user = BatchUser(router)
+        room = router.service.config.max_body_bytes
+        photo = SMALL + bytes(room * 3 // 4 - 1000)  # almost a body's bound as base64
+        file = await user.upload(WIDE, fields=VISION)
+
+        def line(name: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+            return {"custom_id": name, "method": "POST", "url": path, "body": body}
+
+        def chat(name: str, data: bytes) -> dict[str, Any]:
+            said = [{"role": "user", "content": [chat_part(data_url(data))]}]
+            return line(name, CHAT, {"model": "fake-base", "messages": said, "max_tokens": 3})
+
+        lines = [chat("small", SMALL), chat("photo", photo), chat("bad", b"GIF")]
+        lines += [chat("body", SMALL + bytes(room * 3 // 4)), chat("line", bytes(room))]
+        over = await user.until_over((await user.start(lines, CHAT))["id"])
+        assert sorted(await user.answers(over["output_file_id"])) == ["photo", "small"]
+        failed = await user.answers(over["error_file_id"])
+        assert failed["bad"]["response"]["body"]["error"]["code"] == "invalid_image"
+        assert failed["body"]["response"]["status_code"] == 413
+        assert [one["error"]["code"] for one in failed.values() if one["error"]] == [
+            "line_too_long"
+        ]
+        for path in (RESPONSES, MESSAGES):
+            lines = [line("file", path, body_of(path, file["id"]))]
+            over = await user.until_over((await user.start(lines, path))["id"])
+            assert over["request_counts"]["completed"] == 1
+            assert worker.requests[-1].pictures == (span(8, 8, WIDE, 4, 8),)

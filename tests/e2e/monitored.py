@@ -63,9 +63,8 @@ class Fleet:
         return found
 
     def kill_engine(self, worker: int) -> None:
-        """As a fault of the device would."""
-        (engine,) = engines_below(self.workers[worker].pid)
-        engine.kill()
+        """As a fault of the device would. `serve` has several engines: one of them is killed."""
+        engines_below(self.workers[worker].pid)[0].kill()
 
 
 @contextmanager

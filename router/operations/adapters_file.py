@@ -32,7 +32,7 @@ from loraplex.router.policy.rollout import Declared, Guards
 from loraplex.router.tenancy.keys import Word
 
 BY = "the adapters file"
-MAX_PICTURE_BYTES = 4 << 20
+MAX_FILE_BYTES = 4 << 20
 # Where errors of the file as a whole stand among those of its entries.
 WHOLE = OwnedName("")
 
@@ -108,8 +108,8 @@ def unreadable(why: str) -> FileContents:
 
 def read(data: bytes, default_source: str) -> FileContents:
     """Reads the adapters file from YAML 1.1, of which JSON is a part."""
-    if len(data) > MAX_PICTURE_BYTES:
-        return unreadable(f"it may have at most {MAX_PICTURE_BYTES} bytes")
+    if len(data) > MAX_FILE_BYTES:
+        return unreadable(f"it may have at most {MAX_FILE_BYTES} bytes")
     try:
         plain = msgspec.yaml.decode(data)
     except (msgspec.DecodeError, RecursionError) as error:

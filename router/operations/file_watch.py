@@ -8,7 +8,7 @@ from loraplex.router.file_stamp import Stamp, stamp_of
 from loraplex.router.names.owned_name import OwnedName
 from loraplex.router.operations.adapters_file import (
     BY,
-    MAX_PICTURE_BYTES,
+    MAX_FILE_BYTES,
     FileContents,
     plan,
     plan_rollouts,
@@ -97,7 +97,7 @@ def read_file(path: Path, default_source: str) -> FileContents:
     """Reads the present contents of the file, or the reason why they are unknown."""
     try:
         with path.open("rb") as file:
-            data = file.read(MAX_PICTURE_BYTES + 1)
+            data = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         return unreadable(f"it cannot be read: {error.strerror}")
     return read(data, default_source)

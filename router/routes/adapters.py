@@ -61,7 +61,7 @@ from loraplex.router.service import Service
 from loraplex.router.shared.store import StoreDown
 from loraplex.router.tenancy.keys import Caller
 from loraplex.router.uploads.receiver import PartReceived
-from loraplex.router.uploads.upload_head import read_picture_head
+from loraplex.router.uploads.upload_head import read_head
 
 
 class AdapterRoutes:
@@ -114,7 +114,7 @@ class AdapterRoutes:
         keep, replace = parse_upload(request.query_params)
         caller = _key_holder(request)
         own = None if caller is None else caller.owner.upload_bytes
-        head = read_picture_head(request.headers, options.max_bytes)
+        head = read_head(request.headers, options.max_bytes)
         self._admin.check_uploadable(name, replace)
         try:
             digest = await self._service.uploads.receive(request.receive, head, name)

@@ -16,7 +16,7 @@ from loraplex.router.file_stamp import stamp_of
 from loraplex.router.shared.replica import Conflict, Replica
 from loraplex.router.shared.store import Store, StoreDown, TableFull
 from loraplex.router.tenancy.keys import KEY_PREFIX, ApiKey, Caller, Tenant, check_key, digests_of
-from loraplex.router.tenancy.keys_file import MAX_PICTURE_BYTES, KeysFileError, read_keys
+from loraplex.router.tenancy.keys_file import MAX_FILE_BYTES, KeysFileError, read_keys
 
 logger = logging.getLogger(__name__)
 
@@ -236,6 +236,6 @@ def read_keys_file(file: Path) -> tuple[list[ApiKey], list[Tenant]]:
     """Reads keys and tenants from a file. Raises KeysFileError."""
     try:
         with file.open("rb") as opened:
-            return read_keys(opened.read(MAX_PICTURE_BYTES + 1))
+            return read_keys(opened.read(MAX_FILE_BYTES + 1))
     except OSError as error:
         raise KeysFileError(f"it cannot be read: {error.strerror}") from None

@@ -31,7 +31,7 @@ from loraplex.router.tenancy.keys import (
     Word,
 )
 
-MAX_PICTURE_BYTES = 16 << 20
+MAX_FILE_BYTES = 16 << 20
 
 
 class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -67,8 +67,8 @@ def read_keys(data: bytes) -> tuple[list[ApiKey], list[Tenant]]:
 
     Raises KeysFileError.
     """
-    if len(data) > MAX_PICTURE_BYTES:
-        raise KeysFileError(f"it may have at most {MAX_PICTURE_BYTES} bytes")
+    if len(data) > MAX_FILE_BYTES:
+        raise KeysFileError(f"it may have at most {MAX_FILE_BYTES} bytes")
     try:
         file = msgspec.yaml.decode(data, type=KeysFile)
     except msgspec.ValidationError as error:

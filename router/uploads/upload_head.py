@@ -37,7 +37,7 @@ class UploadHead(msgspec.Struct, frozen=True):
     sha256: str | None
 
 
-def read_picture_head(headers: Headers, max_bytes: int) -> UploadHead:
+def read_head(headers: Headers, max_bytes: int) -> UploadHead:
     """Reads an upload's head. Raises RequestError (media_type, invalid,
     too_large).
     """

@@ -92,7 +92,7 @@ _SHOWN = ("text", "image")
 
 
 def messages_of(system: str | list[ContentPart] | None, turns: list[Turn]) -> list[dict[str, Any]]:
-    """Messages for the template. Shown and pictures of one speaker that stand together are one
+    """Messages for the template. Texts and pictures of one speaker that stand together are one
     message's.
 
     Raises RequestError.

@@ -18,7 +18,7 @@ from loraplex.router.names.owned_name import OwnedName
 from loraplex.router.names.registration import Origin, Registration
 from loraplex.router.operations import declarations
 from loraplex.router.operations.adapters_file import (
-    MAX_PICTURE_BYTES,
+    MAX_FILE_BYTES,
     WHOLE,
     FileContents,
     NameEntry,
@@ -64,7 +64,7 @@ def test_yaml_and_json_say_the_same() -> None:
         (b"adapters: []\nmore: 1", "one key"),
         (b"\xff\xfe\x00", ""),
         (b"!!python/object/apply:os.system ['true']", "could not determine a constructor"),
-        (b" " * (MAX_PICTURE_BYTES + 1), "at most"),
+        (b" " * (MAX_FILE_BYTES + 1), "at most"),
     ],
 )
 def test_a_file_that_cannot_be_understood(data: bytes, words: str) -> None:

@@ -1,5 +1,6 @@
 """Fetches pictures from hosts that the operator listed, by processes without credentials."""
 
+import asyncio
 import ssl
 from collections.abc import Sequence
 from urllib.parse import urlsplit
@@ -17,15 +18,18 @@ OPTION = "--picture-host"
 PROCESSES = 4
 _MODULE = "loraplex.router.pictures.fetching"
 _AROUND_BYTES = 4096
+_REQUESTS = 16
 _MAX_URL = 8192
 
 
 class PictureFetcher:
-    """Fetches from hosts of `--picture-host`. Processes start when first needed. Raises
+    """Fetches from hosts of `--picture-host`. Processes start when first needed. requests: that may
+    have pictures fetched at the same time; nothing else counts the bytes of half-read ones. Raises
     AdapterError for an item that is no host."""
 
     def __init__(self, hosts: Sequence[str]) -> None:
         self._hosts = dict(listed_host(host, OPTION) for host in hosts)
+        self.requests = asyncio.Semaphore(_REQUESTS)
         paths = ssl.get_default_verify_paths()
         begin = msgspec.msgpack.encode(FetchBegin(paths.cafile, paths.capath))
         most = MAX_PICTURE_BYTES + _AROUND_BYTES

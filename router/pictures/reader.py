@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import msgspec
 
-from loraplex.router.api.request.pictures import GivenPicture, data_of
+from loraplex.router.api.request.pictures import GivenPicture, data_of, is_address
 from loraplex.router.call import RequestError
 from loraplex.router.pictures.fetcher import PictureFetcher
 from loraplex.router.pictures.uploaded import UploadedPictures
@@ -15,6 +15,7 @@ from loraplex.server.protocol import Grid, VisionCard, read_picture_head
 
 # Characters of a data URL that cost as much time as one of a text that is encoded.
 _CHARACTERS = 64
+MAX_REQUEST_BYTES = 64 << 20
 
 T = TypeVar("T")
 
@@ -34,6 +35,8 @@ class PictureReader:
     def __init__(self, fetcher: PictureFetcher, uploaded: UploadedPictures) -> None:
         self._fetcher = fetcher
         self._uploaded = uploaded
+        self._room = MAX_REQUEST_BYTES
+        self._found: dict[tuple[str, str | None], Picture] = {}
 
     def of(self, tenant: str) -> "PictureReader":
         """Returns the reader of a new request of the tenant's."""
@@ -42,12 +45,30 @@ class PictureReader:
     async def read(
         self, given: Sequence[GivenPicture], model: TextModel, vision: VisionCard
     ) -> list[Picture]:
-        """The pictures, in order. Raises RequestError (invalid_image, unavailable, and for files
-        file_not_found, unsupported)."""
-        return [await self._read(one, model, vision) for one in given]
+        """The pictures, in order. What a request names twice is read once. Raises RequestError
+        (invalid_image, unavailable, and for files file_not_found, unsupported)."""
+        if not any(map(is_address, given)):
+            return await self._read_all(given, model, vision)
+        async with self._fetcher.requests:
+            return await self._read_all(given, model, vision)
 
     async def close(self) -> None:
         await self._fetcher.close()
+
+    async def _read_all(
+        self, given: Sequence[GivenPicture], model: TextModel, vision: VisionCard
+    ) -> list[Picture]:
+        names = [(one.url, one.file_id) for one in given]
+        for name, one in zip(names, given, strict=True):
+            if name in self._found:
+                continue
+            picture = self._found[name] = await self._read(one, model, vision)
+            self._room -= len(picture.data)
+            if self._room < 0:
+                most = f"at most {MAX_REQUEST_BYTES} bytes in all"
+                message = f"`{one.where}`: the images of a request have {most}"
+                raise RequestError("invalid_image", message, param=one.where)
+        return [self._found[name] for name in names]
 
     async def _read(self, one: GivenPicture, model: TextModel, vision: VisionCard) -> Picture:
         data = await self._data(one, model)

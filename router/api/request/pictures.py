@@ -16,6 +16,7 @@ from loraplex.server.protocol import ModelCard, VisionCard
 MAX_PICTURES = 128
 # LoRAX's form of a picture in a text.
 _MARKED = re.compile(r"!\[[^\]]*\]\(((?:data:image/|https?://)[^\s)]+)\)")
+_DATA_SCHEME = "data:"
 _DATA = re.compile(r"data:image/[\w.+-]+;base64,")
 
 Messages = list[dict[str, Any]]
@@ -108,9 +109,14 @@ def _check_count(given: Sequence[GivenPicture]) -> None:
         raise RequestError("unsupported", f"`{where}`: {problem}", param=where)
 
 
+def is_address(one: GivenPicture) -> bool:
+    """Whether a picture must be fetched."""
+    return one.file_id is None and not one.url.startswith(_DATA_SCHEME)
+
+
 def data_of(url: str) -> bytes | None:
     """The bytes of a data URL; None for a URL of another kind. Raises ValueError."""
-    if not url.startswith("data:"):
+    if not url.startswith(_DATA_SCHEME):
         return None
     match = _DATA.match(url)
     if match is None:

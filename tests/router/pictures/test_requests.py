@@ -9,7 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
+from loraplex.router.pictures.fetcher import PictureFetcher
 from loraplex.server.protocol import (
+    MAX_PICTURE_BYTES,
     ErrorCode,
     GenerateRequest,
     PicturesMissing,
@@ -224,6 +226,34 @@ async def test_a_model_that_reads_none_refuses(tmp_path: Path) -> None:
         marked = await router.client.post("/generate", json={"inputs": inputs})
         assert marked.status_code == 200
         assert blind.requests[-1].prompt_ids == ids_of(inputs)
+
+
+async def test_images_of_a_request_have_room_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of all conversations; what stands there twice is read once."""
+    fetched: list[str] = []
+
+    async def fetch(self: PictureFetcher, url: str, where: str) -> bytes:
+        fetched.append(url)
+        return SMALL + url.encode().rjust(MAX_PICTURE_BYTES - len(SMALL))
+
+    monkeypatch.setattr(PictureFetcher, "fetch", fetch)
+    parts = [chat_part(f"https://images.test/{i}.png") for i in range(5)]
+    async with (
+        running_worker(FakeWorker(seeing_card())) as worker,
+        running_router(tmp_path, worker) as router,
+    ):
+        answer = await chat(router, [parts[0]] * 3 + parts)
+        assert "bytes in all" in answer.json()["error"]["message"]
+        assert fetched == [part["image_url"]["url"] for part in parts[:4]]
+        fetched.clear()
+        said = [[{"role": "user", "content": parts[i : i + 2]}] for i in (0, 2, 3)]
+        body = {"model": "", "messages": said, "max_tokens": 3}
+        answer = await router.client.post("/v1/chat/completions/batch", json=body)
+        assert "bytes in all" in answer.json()["error"]["message"]
+        assert len(fetched) == 4
+        assert not worker.requests
 
 
 async def test_a_template_without_images_refuses(tmp_path: Path) -> None:

@@ -102,17 +102,20 @@ class Bases:
         self, origin: Origin, token: Secret | None, wanted: str
     ) -> tuple[AdapterManifest, str]:
         """Lets a worker fetch or merge an adapter, which its config's base has. wanted: the base
-        that must have it; "" = its config says. Returns the base's name, too. Raises AdapterError.
+        that must have it; "" = its config says, and the first has what names none. Returns the
+        base's name, too. Raises AdapterError.
         """
         asked = self.of(wanted) if wanted else self.likeliest
         try:
             manifest = await asked.fleet.load_adapter(origin, token)
-            other = None if wanted else self.trained_on(manifest.base)
+            other = asked if wanted else self.trained_on(manifest.base) or self.first
         except AdapterError as error:
-            other = None if wanted else self.trained_on(error.trained_for)
-            if other in (None, asked):
+            names_none = error.code == "invalid" and not error.trained_for
+            trained = self.first if names_none else self.trained_on(error.trained_for)
+            if wanted or trained is None or trained is asked:
                 raise
-        if other is None or other is asked:
+            other = trained
+        if other is asked:
             return manifest, asked.name
         await _until_ready(other)
         return await other.fleet.load_adapter(origin, token), other.name

@@ -149,6 +149,19 @@ async def test_content_of_both_bases_is_apart(tmp_path: Path) -> None:
         assert not blue.orders
 
 
+async def test_an_adapter_that_names_no_base_waits_for_the_first(tmp_path: Path) -> None:
+    blue = base_worker(BLUE, "b")
+    async with (
+        running_worker(blue),
+        running_router(tmp_path, blue, bases=(RED, BLUE)) as router,
+    ):
+        await until_ready(router, 1)
+        answer = await complete(router, "org/either")
+        assert answer.status_code == 503, answer.text
+        assert not blue.requests
+        assert await text(router, f"{BLUE}:org/either") == f"{BLUE} {digest('org/either')}"
+
+
 async def test_lists_show_each_base(tmp_path: Path) -> None:
     async with two_bases(tmp_path) as (router, _, _):
         await text(router, "pirate")

@@ -10,8 +10,9 @@ from loraplex.adapters.errors import AdapterError
 PORT = 443
 MAX_ADDRESSES = 4
 _HOST = re.compile(r"([a-z0-9](?:[a-z0-9.-]*[a-z0-9])?)(?::([0-9]{1,5}))?")
-# Nobody says what stands behind a translated address.
-_TRANSLATED = ipaddress.ip_network("64:ff9b::/96")
+# All of IPv6 that is assigned to networks. Elsewhere lie addresses that stand for those of IPv4:
+# nobody says what is behind them.
+_UNICAST = ipaddress.ip_network("2000::/3")
 
 Lookup = Callable[[str, int], Sequence[str]]
 Place = tuple[str, int]
@@ -38,8 +39,8 @@ def listed_host(text: str, option: str) -> tuple[Place, bool]:
 def is_public(text: str) -> bool:
     """Whether an address is nobody's private network, nor this machine."""
     address = ipaddress.ip_address(text.partition("%")[0])
-    if isinstance(address, ipaddress.IPv6Address):
-        inner = address.ipv4_mapped or address.sixtofour or (address.teredo or (None, None))[1]
-        if inner is not None or address in _TRANSLATED:
-            return False
+    if isinstance(address, ipaddress.IPv6Address) and (
+        address not in _UNICAST or address.sixtofour or address.teredo
+    ):
+        return False
     return address.is_global and not address.is_multicast

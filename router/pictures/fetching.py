@@ -5,11 +5,11 @@ It first reads a FetchBegin. Each question is a FetchJob, answered by a FetchOut
 
 import http.client
 import resource
+import signal
 import socket
 import ssl
-import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 
 import certifi
 import msgspec
@@ -49,19 +49,35 @@ def fetched(
     trusted: ssl.SSLContext,
     lookup: Callable[[str, int], Sequence[str]] = look_up,
 ) -> FetchOutcome:
-    """Fetches one picture."""
+    """Fetches one picture. In the process' main thread, where the alarm goes off."""
     try:
-        return FetchOutcome(_get(job, trusted, lookup))
+        with _alarm():
+            return FetchOutcome(_get(job, trusted, lookup))
     except _Fault as fault:
         return FetchOutcome(fault=str(fault))
     except (OSError, UnicodeError, http.client.HTTPException):
         return FetchOutcome(fault="the image's host cannot be reached, or breaks off")
 
 
+@contextmanager
+def _alarm() -> Iterator[None]:
+    """Bounds all that a fetch waits for: each read by itself may be short. Raises _Fault."""
+
+    def late(number: int, frame: object) -> None:
+        raise _Fault(f"the image does not come within {FETCH_S:g} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, FETCH_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def _get(
     job: FetchJob, trusted: ssl.SSLContext, lookup: Callable[[str, int], Sequence[str]]
 ) -> bytes:
-    until = time.monotonic() + FETCH_S
     connection = http.client.HTTPSConnection(job.host, job.port, context=trusted)
     with closing(connection):
         plain = _connected(job, lookup)
@@ -76,8 +92,6 @@ def _get(
             data += piece
             if len(data) > MAX_PICTURE_BYTES:
                 raise _Fault(f"the image has more than {MAX_PICTURE_BYTES} bytes")
-            if time.monotonic() > until:
-                raise _Fault(f"the image does not come within {FETCH_S:g} s")
         if answer.length:
             raise _Fault("the image's host breaks off")
         return bytes(data)

@@ -1,6 +1,7 @@
 """Pictures by their addresses: which hosts are asked, and what of their answers is taken."""
 
 import ssl
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from loraplex.adapters.errors import AdapterError
 from loraplex.router.call import RequestError
+from loraplex.router.pictures import fetching
 from loraplex.router.pictures.fetch_job import FetchJob
 from loraplex.router.pictures.fetcher import PictureFetcher
 from loraplex.router.pictures.fetching import fetched
@@ -99,6 +101,7 @@ ADDRESSES = [
     *("0.0.0.0", "255.255.255.255", "224.0.0.1", "192.0.2.1", "198.18.0.1", "240.0.0.1"),
     *("::1", "::", "fe80::1", "fe80::1%eth0", "fc00::1", "ff02::1", "2001:db8::1"),
     *("::ffff:127.0.0.1", "::ffff:10.0.0.1", "64:ff9b::7f00:1", "2002:7f00:1::"),
+    *("64:ff9b:1::7f00:1", "::7f00:1", "::ffff:0:7f00:1", "fec0::1", "2001:0:7f00:1::1"),
 ]
 
 
@@ -121,6 +124,19 @@ def test_the_address_that_was_judged_is_the_one_that_is_asked(web: FileServer) -
     assert asked == ["adapters.test"]
     stranger = FetchJob("stranger.test", web.port, "/p/a.png", may_be_private=True)
     assert fetched(stranger, TRUSTED, lookup).fault is not None
+
+
+def test_a_host_that_says_nothing_has_its_time(
+    web: FileServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the look-up on, whatever it waits for."""
+    over = threading.Event()
+    web.before_get = lambda name: over.wait()
+    monkeypatch.setattr(fetching, "FETCH_S", 0.2)
+    job = FetchJob("adapters.test", web.port, "/p/a.png", may_be_private=True)
+    found = fetched(job, TRUSTED, lambda host, port: ["127.0.0.1"])
+    over.set()
+    assert found.fault == "the image does not come within 0.2 s"
 
 
 def test_an_item_that_is_no_host_stops_the_start() -> None:

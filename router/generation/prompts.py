@@ -109,8 +109,8 @@ async def _marked_prompt(
     call: GenerationCall, model: TextModel, vision: VisionCard, reader: PictureReader
 ) -> Prompt:
     """Builds the prompt of a text that may mark pictures."""
-    marked, ids = str(call.prompts[0]), (vision.opens_id, vision.token_id, vision.closes_id)
-    place = "".join(model.token(token_id) or "" for token_id in ids)
+    marked = str(call.prompts[0])
+    place = "".join(model.token(token_id) or "" for token_id in vision.place)
     given, text = await model.turns.run(
         len(marked), lambda: in_text(marked, _PARAM[call.api], place)
     )

@@ -198,6 +198,7 @@ def _bad_pictures(request: GenerateRequest, limits: PictureLimits | None) -> str
 def _bad_span(span: PictureSpan, limits: PictureLimits) -> str | None:
     time, height, width = span.grid
     whole = min(height, width) > 0 and not (height % limits.side or width % limits.side)
+    whole = whole and limits.grid in (None, span.grid)
     if time != 1 or not whole or limits.tokens(span.grid) != span.length:
         return f"a picture of {span.grid} patches does not take {span.length} tokens"
     if span.length > limits.most_tokens:

@@ -28,7 +28,8 @@ class PictureLimits(msgspec.Struct, frozen=True):
     token is made of `side * side` patches. columns: numbers of a patch. layers: of the tower.
     most_tokens: of one picture. num_blocks, block_tokens: of the cache of results, and of one of
     its blocks. chunk: patches times layers that are computed at once, between two steps; a layer is
-    always whole.
+    always whole. grid: of every picture; None = any. added: tokens of a picture beside those of its
+    patches. is_flat: tokens of a picture turn by their positions, as text does.
     """
 
     token_id: int
@@ -39,10 +40,13 @@ class PictureLimits(msgspec.Struct, frozen=True):
     num_blocks: int
     block_tokens: int
     chunk: int
+    grid: tuple[int, int, int] | None = None
+    added: int = 0
+    is_flat: bool = False
 
     def tokens(self, grid: tuple[int, int, int]) -> int:
         """Tokens of a picture. grid: as of `PictureSpan`."""
-        return prod(grid) // self.side**2
+        return prod(grid) // self.side**2 + self.added
 
     def blocks(self, tokens: int) -> int:
         """Blocks that so many tokens of a picture take."""

@@ -95,7 +95,8 @@ def _vision(folder: Path, pictures: PictureSpec, remarks: list[str]) -> VisionCa
     where the checkpoint has the text part alone."""
     if not has_tower(read_shards(folder)):
         return None
-    tower = TowerForm(pictures.columns, pictures.merger.side, pictures.token_id)
+    merged = (pictures.merger.side, pictures.token_id)
+    tower = TowerForm(pictures.columns, *merged, pictures.grid, pictures.added)
     try:
         return read_vision_card(folder, tower)
     except ValueError as error:

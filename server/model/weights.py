@@ -284,17 +284,21 @@ def load_tower(
     CheckpointError with everything that is missing, unexpected or of another shape.
     """
     assert model.pictures is not None
-    tower, merger = model.pictures.tower, model.pictures.merger
+    pictures = model.pictures
+    tower, merger, embedding = pictures.tower, pictures.merger, pictures.embedding
     shards = tower_shards(folder)
     left_out = check_tensors(folder, shards, tower)
     if left_out:
         raise CheckpointError(f"{folder}: unexpected tensors of the part for images: {left_out[0]}")
     forms = stored_forms(tower, stored_tensors(shards))
     source = WeightSource(shards, forms, dtype, device, packed=False, at_load=None)
-    patches = source.get(tower.embedding.tensor).flatten(1)
+    patches = source.get(embedding.tensor).flatten(1)
+    beside = _load_embedding(source, embedding)
+    if embedding.first and beside.positions is not None:
+        beside.positions[0] += source.get(embedding.first)
     layers = tuple(_load_layer(source, tower, index) for index in range(tower.num_layers))
     last, norm = source.linear(merger.linear), _norm(source, tower.norm)
-    body = ModelWeights(patches, layers, norm, last, score={})
+    body = ModelWeights(patches, layers, norm, last, {}, beside)
     return TowerWeights(body, source.linear(merger.first))
 
 

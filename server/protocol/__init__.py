@@ -52,7 +52,7 @@ from loraplex.server.protocol.picture_files import (
     PictureHead,
     read_picture_head,
 )
-from loraplex.server.protocol.pictures import Grid, PictureSpan, VisionCard
+from loraplex.server.protocol.pictures import Grid, PatchRule, PictureSpan, VisionCard
 from loraplex.server.protocol.workers import (
     PROTOCOL_VERSION,
     AdapterPlace,
@@ -99,6 +99,7 @@ __all__ = [
     "OrderAction",
     "PROTOCOL_VERSION",
     "PairForm",
+    "PatchRule",
     "PictureFault",
     "PictureHead",
     "PictureSpan",

@@ -7,7 +7,7 @@ import msgspec
 
 Grid = tuple[int, int, int]
 # The processor by whose rule a picture is resized and cut into patches.
-PatchRule = Literal["qwen2_vl"]
+PatchRule = Literal["qwen2_vl", "clip"]
 # A picture that is so many times longer than wide, or wider than long, is refused.
 _MAX_ASPECT = 200
 
@@ -32,20 +32,25 @@ class VisionCard(msgspec.Struct, frozen=True):
     is repeated for them. merge_size: a square of so many by so many patches is one token.
     min_pixels, max_pixels: of the resized picture. mean, std: of red, green and blue, from 0 to 1.
     token_id: the placeholder of a token of a picture. opens_id, closes_id: the tokens around a
-    picture.
+    picture; None = there is none. By the rule `clip` the shorter side gets `shortest_edge` pixels,
+    and the model sees the middle square of `crop_size` pixels a side; else both are 0.
+    added_tokens: of a picture, beside those of its patches.
     """
 
     rule: PatchRule
     patch_size: int
     temporal_patch_size: int
     merge_size: int
-    min_pixels: int
-    max_pixels: int
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     token_id: int
-    opens_id: int
-    closes_id: int
+    opens_id: int | None = None
+    closes_id: int | None = None
+    min_pixels: int = 0
+    max_pixels: int = 0
+    shortest_edge: int = 0
+    crop_size: int = 0
+    added_tokens: int = 0
 
     @property
     def columns(self) -> int:
@@ -53,8 +58,17 @@ class VisionCard(msgspec.Struct, frozen=True):
         return 3 * self.temporal_patch_size * self.patch_size**2
 
     @property
-    def most_resized_pixels(self) -> int:
-        """A bound of the pixels of a resized picture: sides are multiples of whole tokens."""
+    def place(self) -> tuple[int, ...]:
+        """Ids of a picture in a prompt, before it has its placeholders."""
+        ids = (self.opens_id, self.token_id, self.closes_id)
+        return tuple(token_id for token_id in ids if token_id is not None)
+
+    @property
+    def most_seen_pixels(self) -> int:
+        """A bound of the pixels that patches are made of."""
+        if self.rule == "clip":
+            return self.crop_size**2
+        # Sides are multiples of whole tokens.
         unit = self.patch_size * self.merge_size
         return 2 * max(self.min_pixels, self.max_pixels) + 2 * _MAX_ASPECT * unit**2
 
@@ -65,6 +79,11 @@ class VisionCard(msgspec.Struct, frozen=True):
                 f"a picture of {width} x {height} pixels is more than {_MAX_ASPECT} times longer "
                 "one way than the other"
             )
+        if self.rule == "clip":
+            short, long = sorted((width, height))
+            long = int(self.shortest_edge * long / short)
+            wide, high = self.shortest_edge, long
+            return (wide, high) if width <= height else (high, wide)
         unit = self.patch_size * self.merge_size
         wide, high = round(width / unit) * unit, round(height / unit) * unit
         if wide * high > self.max_pixels:
@@ -80,8 +99,10 @@ class VisionCard(msgspec.Struct, frozen=True):
     def grid(self, width: int, height: int) -> Grid:
         """Patches of a picture of so many pixels. ValueError: it is too long and thin."""
         wide, high = self.resized(width, height)
+        if self.crop_size:
+            wide = high = self.crop_size
         return 1, high // self.patch_size, wide // self.patch_size
 
     def tokens(self, grid: Grid) -> int:
         """Tokens that a picture of this grid takes, without those around it."""
-        return math.prod(grid) // self.merge_size**2
+        return math.prod(grid) // self.merge_size**2 + self.added_tokens

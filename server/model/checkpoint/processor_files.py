@@ -1,9 +1,10 @@
 """Files of a picture processor next to a model: how pictures become patches and tokens. No torch.
 
-A step that differs from Qwen2-VL's processor is refused by name.
+A step that differs from those of Qwen2-VL's and of CLIP's processor is refused by name.
 """
 
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,13 +12,14 @@ from typing import Any, NamedTuple
 from loraplex.adapters.violations import shown
 from loraplex.server.model.checkpoint.checkpoint import read_json, read_optional_json
 from loraplex.server.model.checkpoint.model_files import CONFIG_FILE
-from loraplex.server.protocol import VisionCard
+from loraplex.server.protocol import Grid, PatchRule, VisionCard
 
 # The second counts where the first says nothing of pictures.
 FILES = ("processor_config.json", "preprocessor_config.json")
 _KIND = "image_processor_type"
-_KINDS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
-# Steps of the processor, and what each must be.
+_RULES: dict[str, PatchRule] = {"CLIPImageProcessor": "clip", "Qwen2VLImageProcessor": "qwen2_vl"}
+_FORMS = re.compile("(Fast|Pil)$")
+# Steps of the processor, and what each must be where it is said.
 _STEPS: dict[str, Any] = {
     "do_convert_rgb": True,
     "do_resize": True,
@@ -29,17 +31,24 @@ _LEAST_PIXELS, _MOST_PIXELS = 56 * 56, 28 * 28 * 1280
 _CEILING = 1 << 26
 _MEAN = (0.48145466, 0.4578275, 0.40821073)
 _STD = (0.26862954, 0.26130258, 0.27577711)
+# Where CLIP's file says nothing.
+_CLIP_SIZE = 224
+_SHORTEST = "shortest_edge"
+_MOST_SHORTEST = 1024
 # Of config.json: tokens around a picture.
 _AROUND = {"vision_start_token_id": 151652, "vision_end_token_id": 151653}
 
 
 class TowerForm(NamedTuple):
     """Facts of the tower that patches must suit. columns: numbers of a patch. side: of the square
-    of patches that becomes one token. token_id: of the placeholder."""
+    of patches that becomes one token. token_id: of the placeholder. grid: patches of every picture;
+    None = it takes any. added: tokens of a picture beside those of its patches."""
 
     columns: int
     side: int
     token_id: int
+    grid: Grid | None = None
+    added: int = 0
 
 
 def read_vision_card(folder: Path, tower: TowerForm) -> VisionCard:
@@ -47,7 +56,8 @@ def read_vision_card(folder: Path, tower: TowerForm) -> VisionCard:
     another than the tower's.
     """
     given = _given(folder)
-    if given.get(_KIND) not in _KINDS:
+    rule = _RULES.get(_FORMS.sub("", str(given.get(_KIND))))
+    if rule is None:
         raise ValueError(f"{_KIND} {shown(given.get(_KIND))} is not known")
     for name, value in _STEPS.items():
         if given.get(name, value) != value:
@@ -55,30 +65,68 @@ def read_vision_card(folder: Path, tower: TowerForm) -> VisionCard:
     scale = given.get("rescale_factor", 1 / 255)
     if not isinstance(scale, float) or not math.isclose(scale, 1 / 255):
         raise ValueError(f"rescale_factor must be 1/255, got {shown(scale)}")
-    config = read_json(folder / CONFIG_FILE)
-    opens, closes = (_id(config, name, usual) for name, usual in _AROUND.items())
-    least, most = _bounds(given)
+    mean, std = _colours(given, "image_mean", _MEAN), _colours(given, "image_std", _STD)
+    if not all(std):
+        raise ValueError(f"image_std is out of range: {std}")
+    sizes = _of_clip(given, tower) if rule == "clip" else _of_qwen2(given, tower, folder)
     card = VisionCard(
-        rule="qwen2_vl",
-        patch_size=_count(given, "patch_size", 14),
-        temporal_patch_size=_count(given, "temporal_patch_size", 2),
-        merge_size=_count(given, "merge_size", 2),
-        min_pixels=least,
-        max_pixels=most,
-        mean=_colours(given, "image_mean", _MEAN),
-        std=_colours(given, "image_std", _STD),
+        rule=rule,
+        mean=mean,
+        std=std,
         token_id=tower.token_id,
-        opens_id=opens,
-        closes_id=closes,
+        added_tokens=tower.added,
+        **sizes,
     )
     if (card.columns, card.merge_size) != (tower.columns, tower.side):
         raise ValueError(
             f"patches of {card.columns} numbers, {card.merge_size} x {card.merge_size} of them a "
             f"token, do not suit a tower of {tower.columns} and {tower.side} x {tower.side}"
         )
-    if not all(card.std) or not 0 < least <= most <= _CEILING:
-        raise ValueError(f"image_std or sizes are out of range: {card.std}, {least} to {most}")
     return card
+
+
+def _of_qwen2(given: Mapping[str, Any], tower: TowerForm, folder: Path) -> dict[str, int]:
+    """Fields of a VisionCard by the rule `qwen2_vl`."""
+    if tower.grid is not None:
+        raise ValueError(f"{_KIND} does not suit a tower of pictures of one size")
+    config = read_json(folder / CONFIG_FILE)
+    opens, closes = (_id(config, name, usual) for name, usual in _AROUND.items())
+    least, most = _bounds(given)
+    if not 0 < least <= most <= _CEILING:
+        raise ValueError(f"sizes are out of range: {least} to {most}")
+    return {
+        "patch_size": _count(given, "patch_size", 14),
+        "temporal_patch_size": _count(given, "temporal_patch_size", 2),
+        "merge_size": _count(given, "merge_size", 2),
+        "min_pixels": least,
+        "max_pixels": most,
+        "opens_id": opens,
+        "closes_id": closes,
+    }
+
+
+def _of_clip(given: Mapping[str, Any], tower: TowerForm) -> dict[str, int]:
+    """Fields of a VisionCard by the rule `clip`. The tower says how large its picture is."""
+    if tower.grid is None or given.get("do_center_crop", True) is not True:
+        raise ValueError("do_center_crop must be true, for a tower of pictures of one size")
+    size, crop = (given.get(name, _CLIP_SIZE) for name in ("size", "crop_size"))
+    shortest = size.get(_SHORTEST) if isinstance(size, Mapping) and len(size) == 1 else size
+    shortest = _count({"size": shortest}, "size", _CLIP_SIZE)
+    patch = math.isqrt(tower.columns // 3)
+    side = patch * tower.grid[2]
+    sides = [crop.get("height"), crop.get("width")] if isinstance(crop, Mapping) else [crop]
+    if any(each != side for each in sides) or shortest > _MOST_SHORTEST:
+        raise ValueError(
+            f"crop_size must be {side}, as the tower's pictures, and size at most {_MOST_SHORTEST},"
+            f" got {shown(crop)} and {shortest}"
+        )
+    return {
+        "patch_size": patch,
+        "temporal_patch_size": 1,
+        "merge_size": 1,
+        "shortest_edge": shortest,
+        "crop_size": side,
+    }
 
 
 def _given(folder: Path) -> Mapping[str, Any]:
@@ -94,7 +142,7 @@ def _bounds(given: Mapping[str, Any]) -> tuple[int, int]:
     """The fewest and the most pixels of a resized picture; the older names go first."""
     size = given.get("size")
     size = size if isinstance(size, Mapping) else {}
-    least = _count(size, "shortest_edge", _LEAST_PIXELS)
+    least = _count(size, _SHORTEST, _LEAST_PIXELS)
     most = _count(size, "longest_edge", _MOST_PIXELS)
     return _count(given, "min_pixels", least), _count(given, "max_pixels", most)
 

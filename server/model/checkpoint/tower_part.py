@@ -12,8 +12,11 @@ from loraplex.server.model.checkpoint.checkpoint import (
     read_shards,
 )
 
-_TOWER = re.compile(r"(?:model\.)?visual\.(?P<rest>.+)")
-_BLOCKS = re.compile(r"blocks\.(?=[0-9])")
+_TOWER = re.compile(
+    r"(?:model\.)?(?:(?:visual|vision_tower)\.(?:vision_model\.)?|(?=multi_modal_projector\.))"
+    r"(?P<rest>.+)"
+)
+_BLOCKS = re.compile(r"(?:blocks|encoder\.layers)\.(?=[0-9])")
 
 
 def tower_name(stored: str) -> str | None:

@@ -235,6 +235,9 @@ def picture_limits(
         num_blocks=blocks,
         block_tokens=_BLOCK_TOKENS,
         chunk=_CHUNK_PATCHES if engine.device == "cuda" else 1,
+        grid=pictures.grid,
+        added=pictures.added,
+        is_flat=pictures.sections is None,
     )
 
 
@@ -277,7 +280,8 @@ def _rotation_bytes(model: ModelSpec, engine: EngineConfig, context: int) -> int
     kinds = {(of.rope, of.head_dim) for of in model.attentions.values()}
     turned = sum(rope.rotary_dim or head for rope, head in kinds if rope is not None)
     forms = 1 if model.within(context).short_context is None else 2
-    of_step = 0 if model.pictures is None else engine.max_step_tokens + MOST_PADDING
+    is_flat = model.pictures is None or model.pictures.sections is None
+    of_step = 0 if is_flat else engine.max_step_tokens + MOST_PADDING
     return (forms * context + of_step) * turned * 4
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from loraplex.server.model.spec.model_spec import RopeSpec
+from loraplex.server.model.spec.model_spec import ModelSpec, RopeSpec
 
 
 def inverse_frequencies(
@@ -60,6 +60,12 @@ class Sections:
     def positions(self, turns: torch.Tensor) -> torch.Tensor:
         """By what each pair of each token turns: `[3, tokens]` -> `[tokens, pairs]`."""
         return turns.index_select(0, self._of_pair).T
+
+
+def sections_of(model: ModelSpec, device: torch.device) -> Sections | None:
+    """The sections of a model whose pictures turn by three parts; None for others."""
+    sizes = None if model.pictures is None else model.pictures.sections
+    return None if sizes is None else Sections(sizes, device)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rope: RopeSpec) -> torch.Tensor:

@@ -4,7 +4,7 @@ import torch
 
 from loraplex.server.kernels.attention.rotation import Rotation
 from loraplex.server.model.ops.ops import StepLayout
-from loraplex.server.model.ops.rope import Sections, cos_sin, inverse_frequencies
+from loraplex.server.model.ops.rope import cos_sin, inverse_frequencies, sections_of
 from loraplex.server.model.spec.model_spec import (
     AttentionSpec,
     ModelSpec,
@@ -23,9 +23,8 @@ class Rotations:
     ) -> None:
         self._positions = torch.arange(max_context, device=device)
         self._first_long = None if model.short_context is None else max_context
-        pictures = model.pictures
-        self._sections = None if pictures is None else Sections(pictures.sections, device)
-        self._of_step = max_tokens if pictures else 0
+        self._sections = sections_of(model, device)
+        self._of_step = 0 if self._sections is None else max_tokens
         kinds = {layer: _kind(attention) for layer, attention in model.attentions.items()}
         made = {kind: self._rotation(*kind) for kind in set(kinds.values())}
         self._by_kind, self._by_layer = made, {layer: made[kind] for layer, kind in kinds.items()}

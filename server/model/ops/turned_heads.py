@@ -6,7 +6,7 @@ import torch
 
 from loraplex.server.model.ops.ops import StepLayout
 from loraplex.server.model.ops.pointwise import rms_norm
-from loraplex.server.model.ops.rope import Sections, cos_sin, inverse_frequencies, rotate
+from loraplex.server.model.ops.rope import cos_sin, inverse_frequencies, rotate, sections_of
 from loraplex.server.model.spec.model_spec import (
     AttentionSpec,
     ModelSpec,
@@ -38,8 +38,7 @@ class HeadTurns:
         turns = {(a.rope, a.head_dim) for a in attentions if a.rope}
         self._inv_freq = {turn: self._inverse_frequencies(*turn) for turn in turns}
         self._q_scales = {a.q_scale for a in attentions if a.q_scale}
-        pictures = model.pictures
-        self._sections = None if pictures is None else Sections(pictures.sections, device)
+        self._sections = sections_of(model, device)
 
     def of(self, layout: StepLayout) -> StepTurns:
         """Compute the rotations of a step's tokens."""

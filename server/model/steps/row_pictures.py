@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from loraplex.server.engine.executor import PictureLimits
 from loraplex.server.engine.plan import PlacedPicture
 
 
@@ -30,20 +31,22 @@ class RowPictures:
     where its first one lies by time, and so many places behind by height and by width as their row
     and column say. The text behind a picture begins as many places behind its first token as the
     longer side has tokens. So where a row's tokens lie behind all pictures is their position and an
-    offset, the same by all axes. end: the first token behind all pictures.
+    offset, the same by all axes. end: the first token behind all pictures. Flat pictures have their
+    tokens where a text would have them.
     """
 
-    def __init__(self, pictures: Sequence[PlacedPicture], side: int, block_tokens: int) -> None:
-        """side, block_tokens: as of `PictureLimits`. pictures: at least one."""
-        self._block_tokens = block_tokens
+    def __init__(self, pictures: Sequence[PlacedPicture], limits: PictureLimits) -> None:
+        """pictures: at least one."""
+        self._block_tokens = limits.block_tokens
         self._spans = list[_Span]()
         self.offset = 0
         for picture in pictures:
-            height, width = (patches // side for patches in picture.grid[1:])
-            end, first = picture.start + height * width, picture.start + self.offset
+            height, width = (patches // limits.side for patches in picture.grid[1:])
+            end, first = picture.start + limits.tokens(picture.grid), picture.start + self.offset
             blocks = np.array(picture.blocks, dtype=np.int64)
             self._spans.append(_Span(picture.start, end, first, height, width, blocks))
-            self.offset += max(height, width) - height * width
+            if not limits.is_flat:
+                self.offset += max(height, width) - height * width
         self.end = self._spans[-1].end
 
     def places(self, start: int, count: int) -> np.ndarray:

@@ -19,8 +19,9 @@ class Rows:
     1]`, prompt first; a sample is written behind its input, so the next step's input never
     visits the host. page_table: int64 `[groups, rows + 1, pages a row]`. long_rows: int64 `[rows
     + 1]`, 1 where a row was started with more tokens than `short_context`. offsets: int64 `[rows +
-    1]`, how far behind its position a row's token turns, as of `RowPictures`; None where the model
-    reads no pictures. scratch: the last row, which is no sequence's: batches are padded with it.
+    1]`, how far behind its position a row's token turns, as of `RowPictures`; None where tokens
+    turn by their positions. scratch: the last row, which is no sequence's: batches are padded with
+    it.
     """
 
     def __init__(
@@ -48,7 +49,8 @@ class Rows:
         self.prompt_len = np.zeros(max_rows, dtype=np.int64)
         self._picture_limits = pictures
         self._pictures: dict[int, RowPictures] = {}
-        self.offsets = None if pictures is None else torch.zeros_like(self.long_rows)
+        is_flat = pictures is None or pictures.is_flat
+        self.offsets = None if is_flat else torch.zeros_like(self.long_rows)
         self._has_offset = set[int]()
 
     def start(self, rows: Iterable[RowStart]) -> None:
@@ -69,7 +71,7 @@ class Rows:
         for row in rows:
             self._pictures.pop(row.seq_row, None)
             if row.pictures:
-                own = RowPictures(row.pictures, limits.side, limits.block_tokens)
+                own = RowPictures(row.pictures, limits)
                 self._pictures[row.seq_row], changed[row.seq_row] = own, own.offset
         if changed and self.offsets is not None:
             self._has_offset -= changed.keys()
@@ -95,7 +97,8 @@ class Rows:
         """Where the tokens of slices lie, as of `StepLayout.turns`, on the host; None = where their
         positions say, int64 `[tokens]`. Other arrays: as of `StepLayout`.
         """
-        of_each = map(self._pictures.get, seq_rows.tolist()) if self._pictures else ()
+        is_flat = self.offsets is None or not self._pictures
+        of_each = () if is_flat else map(self._pictures.get, seq_rows.tolist())
         owners = [(place, own) for place, own in enumerate(of_each) if own is not None]
         if not owners:
             return None

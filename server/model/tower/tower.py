@@ -19,8 +19,8 @@ from loraplex.server.model.weights import TowerWeights
 
 @dataclass(slots=True)
 class TowerPass:
-    """One picture on its way through the layers. normed: what the next layer reads, `[patches,
-    hidden]`. done: layers behind it.
+    """One picture on its way through the layers. normed: what the next layer reads, `[rows,
+    hidden]` of patches and what stands before them. done: layers behind it.
     """
 
     plan: TowerPlan
@@ -47,7 +47,13 @@ class Tower:
 
     def begin(self, patches: torch.Tensor, grid: Grid) -> TowerPass:
         """Embed a picture's patches, `[patches, columns]` in the model's dtype."""
-        hidden = torch.nn.functional.linear(patches, self._weights.body.embed)
+        body = self._weights.body
+        hidden, beside = torch.nn.functional.linear(patches, body.embed), body.embedding
+        if beside.positions is not None:
+            before = len(beside.positions) - len(hidden)
+            hidden = torch.nn.functional.pad(hidden, (0, 0, before, 0)) + beside.positions
+        if beside.norm is not None:
+            hidden = self._ops.norm(hidden, beside.norm)
         normed, stream = self._decoder.enter(hidden, None, None)
         return TowerPass(self._ops.plan(grid), normed, stream)
 
@@ -65,6 +71,7 @@ class Tower:
     def tokens(self, picture: TowerPass) -> torch.Tensor:
         """Make tokens of a picture behind all layers: `[tokens, hidden of the text part]`."""
         merger, body = self._spec.merger, self._weights.body
-        merged = picture.normed.reshape(-1, merger.first.in_features)
+        found = picture.stream.hidden if merger.reads_stream else picture.normed
+        merged = found[merger.skipped :].reshape(-1, merger.first.in_features)
         inner = activated(self._weights.first.run(merged), merger.activation)
         return body.lm_head.run(inner)

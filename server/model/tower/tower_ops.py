@@ -9,7 +9,7 @@ from torch.nn import functional
 from loraplex.server.model.ops.products_torch import TorchProducts
 from loraplex.server.model.ops.rope import cos_sin, inverse_frequencies
 from loraplex.server.model.ops.transfers import to_device
-from loraplex.server.model.ops.turned_heads import StepTurns, turned_heads
+from loraplex.server.model.ops.turned_heads import StepTurns, Turn, turned_heads
 from loraplex.server.model.spec.model_spec import AttentionSpec
 from loraplex.server.model.spec.picture_spec import PictureSpec
 from loraplex.server.model.tower.geometry import Grid, patch_places, window_table
@@ -42,23 +42,24 @@ class TowerOps(TorchProducts):
 
     def __init__(self, pictures: PictureSpec, device: torch.device) -> None:
         self._spec, self._device = pictures, device
-        attention = self._attention(0)
-        assert attention.rope is not None
-        # Half of the pairs turn by the row, and half by the column.
-        self._turn = attention.rope, attention.head_dim
-        self._inv_freq = inverse_frequencies(attention.rope, attention.head_dim // 2, device)
 
     def _attention(self, layer: int) -> AttentionSpec:
         return self._spec.tower.layers[layer].attention
 
     def plan(self, grid: Grid) -> TowerPlan:
         """Prepare the attention of one picture. grid: as of `patch_places`."""
-        side = self._spec.merger.side
-        places = to_device(patch_places(grid, side), self._device)
-        by_axis = [cos_sin(axis, self._inv_freq, 1.0) for axis in places]
+        places = to_device(patch_places(grid, self._spec.merger.side), self._device)
+        return TowerPlan(places[0], StepTurns(self._turned(places), {}), self._windows(grid))
+
+    def _turned(self, places: torch.Tensor) -> dict[Turn, tuple[torch.Tensor, torch.Tensor]]:
+        attention = self._attention(0)
+        if attention.rope is None:
+            return {}
+        # Half of the pairs turn by the row, and half by the column.
+        inv_freq = inverse_frequencies(attention.rope, attention.head_dim // 2, self._device)
+        by_axis = [cos_sin(axis, inv_freq, 1.0) for axis in places]
         cos, sin = (torch.cat(both, dim=-1) for both in zip(*by_axis, strict=True))
-        turns = StepTurns({self._turn: (cos, sin)}, {})
-        return TowerPlan(places[0], turns, self._windows(grid))
+        return {(attention.rope, attention.head_dim): (cos, sin)}
 
     def _windows(self, grid: Grid) -> Windows | None:
         if not self._spec.window:

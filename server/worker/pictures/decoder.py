@@ -42,7 +42,7 @@ class PictureDecoder:
 
     def __init__(self, card: VisionCard) -> None:
         self._card = card
-        most = _AROUND_BYTES + 3 * card.most_resized_pixels
+        most = _AROUND_BYTES + 3 * card.most_seen_pixels
         begin = msgspec.json.encode(card)
         helpers = [Helper(_MODULE, begin, _TIMEOUT_S, most) for _ in range(PROCESSES)]
         self._pool = HelperPool(helpers, "picture")

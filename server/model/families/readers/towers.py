@@ -1,12 +1,14 @@
 """Encoders of pictures within larger models, by the model's type. Pure."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
 from loraplex.server.model.families import family
 from loraplex.server.model.families.fields import Fields
+from loraplex.server.model.families.readers.clip_towers import read_llava
 from loraplex.server.model.spec.linear_spec import LinearSpec, Part
 from loraplex.server.model.spec.model_spec import LayerSpec, ModelSpec, NormSpec, RopeSpec
 from loraplex.server.model.spec.picture_spec import MergerSpec, PatchSpec, PictureSpec
@@ -69,26 +71,35 @@ def read_pictures(config: Mapping[str, Any], text: ModelSpec, fields: Fields) ->
     no encoder, or the vocabulary has no placeholder. text: its text part. fields: take what is
     refused.
     """
-    kind = _KINDS.get(str(config.get("model_type")))
-    table, token_id = config.get(VISION), config.get("image_token_id", _TOKEN)
-    if kind is None or table is None:
+    model_type, table = str(config.get("model_type")), config.get(VISION)
+    kind = _KINDS.get(model_type)
+    read = _READERS.get(model_type) if kind is None else partial(_read_qwen, kind)
+    if read is None or table is None:
         return None
     if not isinstance(table, Mapping):
         fields.refuse(f"{VISION} must be a table, got {table!r}")
         return None
-    if type(token_id) is not int or not 0 <= token_id < text.vocab_size:
-        return None
-    beside = Fields({**kind.usual, **table})
-    encoder = kind.read(beside, text)
-    found = PictureSpec(
-        tower=_tower(beside, encoder, text),
-        token_id=token_id,
-        window=encoder.window,
-        sections=_sections(config, text, beside),
-    )
+    beside = Fields(table)
+    found = read(config, text, beside)
     for problem in beside.problems:
         fields.refuse(f"{VISION}: {problem}")
     return None if beside.problems else found
+
+
+def _read_qwen(
+    kind: _Kind, config: Mapping[str, Any], text: ModelSpec, fields: Fields
+) -> PictureSpec | None:
+    token_id = config.get("image_token_id", _TOKEN)
+    if type(token_id) is not int or not 0 <= token_id < text.vocab_size:
+        return None
+    fields = fields.changed(**{**kind.usual, **fields.config})
+    encoder = kind.read(fields, text)
+    return PictureSpec(
+        tower=_tower(fields, encoder, text),
+        token_id=token_id,
+        window=encoder.window,
+        sections=_sections(config, text, fields),
+    )
 
 
 def _read_qwen2(fields: Fields, text: ModelSpec) -> _Encoder:
@@ -199,4 +210,8 @@ def _sections(config: Mapping[str, Any], text: ModelSpec, fields: Fields) -> tup
 _KINDS = {
     "qwen2_5_vl": _Kind(_QWEN25, _read_qwen25),
     "qwen2_vl": _Kind(_QWEN2, _read_qwen2),
+}
+# Of encoders of other kinds.
+_READERS: dict[str, Callable[[Mapping[str, Any], ModelSpec, Fields], PictureSpec | None]] = {
+    "llava": read_llava,
 }

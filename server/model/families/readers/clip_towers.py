@@ -1,0 +1,133 @@
+"""CLIP's encoder within LLaVA. Pure."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec.structs import replace
+
+from loraplex.server.model.families import family
+from loraplex.server.model.families.fields import Fields
+from loraplex.server.model.spec.linear_spec import LinearSpec, Part
+from loraplex.server.model.spec.model_spec import ModelSpec, NormSpec, PositionTable
+from loraplex.server.model.spec.picture_spec import MergerSpec, PatchSpec, PictureSpec
+
+_BIASES = family.Biases(qkv=True, o=True, mlp=True)
+_COLOURS = 3
+_CLIP = "clip_vision_model"
+_CLIP_USUAL: dict[str, Any] = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "image_size": 224,
+    "patch_size": 32,
+    "layer_norm_eps": 1e-5,
+    "hidden_act": "quick_gelu",
+}
+_CLIP_NAMES = family.LayerNames(
+    tuple(f"self_attn.{name}_proj" for name in "qkv"), "self_attn.out_proj", "mlp.fc1", "mlp.fc2"
+)
+_LLAVA_TOKEN = 32000
+
+
+def read_llava(config: Mapping[str, Any], text: ModelSpec, fields: Fields) -> PictureSpec | None:
+    """LLaVA with CLIP's encoder: a row before the patches, learned positions, LayerNorms. Some
+    layer gives what two products make tokens of, mostly the last but one.
+    """
+    token_id = config.get("image_token_index", config.get("image_token_id", _LLAVA_TOKEN))
+    layer = config.get("vision_feature_layer", -2)
+    layer = layer[0] if isinstance(layer, list) and len(layer) == 1 else layer
+    strategy = config.get("vision_feature_select_strategy", "default")
+    is_token = type(token_id) is int and 0 <= token_id < text.vocab_size
+    is_clip = fields.config.get("model_type", _CLIP) == _CLIP
+    if not (is_token and is_clip and type(layer) is int and strategy in ("default", "full")):
+        return None
+    fields = fields.changed(**{**_CLIP_USUAL, **fields.config})
+    sizes = _clip_sizes(fields)
+    layers = layer if layer >= 0 else sizes.layers + 1 + layer
+    if not 1 <= layers <= sizes.layers:
+        fields.refuse(f"no layer of {sizes.layers} is vision_feature_layer {layer}")
+        layers = 1
+    side = fields.positive("image_size") // fields.positive("patch_size")
+    added = int(strategy == "full")
+    merger = _projector(config, sizes, text, fields)
+    return PictureSpec(
+        tower=_clip_tower(fields, sizes, layers, replace(merger, skipped=1 - added), text),
+        token_id=token_id,
+        grid=(1, side, side),
+        added=added,
+    )
+
+
+def _clip_sizes(fields: Fields) -> family.ModelSizes:
+    hidden, inner, layers, heads = (
+        fields.positive(key)
+        for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    )
+    if hidden % heads:
+        fields.refuse("hidden_size must be a multiple of num_attention_heads")
+    if fields.positive("image_size") % fields.positive("patch_size"):
+        fields.refuse("image_size must be a multiple of patch_size")
+    epsilon = fields.number(fields.config, "layer_norm_eps", _CLIP_USUAL["layer_norm_eps"])
+    activation = family.read_activation(fields, "hidden_act", fields.config["hidden_act"])
+    shape = (inner, layers, heads, heads, max(hidden // heads, 1))
+    return family.ModelSizes(1, hidden, *shape, 1, epsilon, True, activation)
+
+
+def _projector(
+    config: Mapping[str, Any], sizes: family.ModelSizes, text: ModelSpec, fields: Fields
+) -> MergerSpec:
+    bias = config.get("multimodal_projector_bias", True) is not False
+    first, last = (
+        LinearSpec(
+            "lm_head",
+            width,
+            (Part(f"multi_modal_projector.linear_{n}", text.hidden_size),),
+            "none",
+            bias=bias,
+        )
+        for n, width in ((1, sizes.hidden), (2, text.hidden_size))
+    )
+    key = "projector_hidden_act"
+    activation = family.read_activation(fields, key, config.get(key, "gelu"))
+    return MergerSpec(
+        last, tied=False, first=first, activation=activation, side=1, reads_stream=True
+    )
+
+
+def _clip_tower(
+    fields: Fields, sizes: family.ModelSizes, layers: int, merger: MergerSpec, text: ModelSpec
+) -> ModelSpec:
+    """The first layers of CLIP's encoder, and the way from their last to tokens."""
+    patch = fields.positive("patch_size")
+    colours = fields.positive("num_channels", _COLOURS)
+    rows = 1 + (fields.positive("image_size") // patch) ** 2
+    embedding = PatchSpec(
+        "embeddings.patch_embedding",
+        colours * patch**2,
+        sizes.hidden,
+        positions=PositionTable("embeddings.position_embedding", rows),
+        norm=family.layer_norm("pre_layrnorm", sizes),
+        kernel=(colours, patch, patch),
+        first="embeddings.class_embedding",
+    )
+    norms = family.NormPlaces(*(family.layer_norm(f"layer_norm{n}", sizes) for n in (1, 2)))
+    usual = family.attention(sizes, None, biases=_BIASES)
+    of, mlp = family.branches_of(sizes, usual, _CLIP_NAMES, _BIASES)
+    beyond = "|".join(map(str, range(layers, sizes.layers))) or "-"
+    return ModelSpec(
+        family=text.family,
+        embedding=embedding,
+        layers=(family.layer(sizes, of, mlp, norms),) * layers,
+        norm=NormSpec(
+            "post_layernorm", sizes.hidden, sizes.epsilon, kind="layer", has_weight=False
+        ),
+        head=merger,
+        max_context=1,
+        eos_token_ids=(),
+        dtype=text.dtype,
+        quantisation=text.quantisation,
+        writes=False,
+        is_causal=False,
+        unread=rf"embeddings\.position_ids|post_layernorm\..+|model\.layers\.({beyond})\..+",
+    )

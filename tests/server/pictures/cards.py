@@ -15,3 +15,15 @@ QWEN = VisionCard(
     opens_id=151652,
     closes_id=151653,
 )
+
+CLIP = VisionCard(
+    rule="clip",
+    patch_size=14,
+    temporal_patch_size=1,
+    merge_size=1,
+    mean=QWEN.mean,
+    std=QWEN.std,
+    token_id=32000,
+    shortest_edge=336,
+    crop_size=336,
+)

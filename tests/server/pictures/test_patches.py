@@ -9,16 +9,24 @@ import msgspec
 import numpy as np
 import pytest
 from PIL import Image, ImageOps
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from loraplex.server.protocol import VisionCard, read_picture_head
 from loraplex.server.worker.pictures.decoding import outcome
 from loraplex.server.worker.pictures.jobs import DecodeJob
 from loraplex.server.worker.pictures.patches import write_patches
-from tests.server.pictures.cards import QWEN
+from tests.server.pictures.cards import CLIP, QWEN
 from tests.server.pictures.files import MODES, written
 
 SMALL = msgspec.structs.replace(QWEN, max_pixels=50000)
+# The second one's square is larger than some pictures, and black around them.
+CLIPS = {
+    "usual": CLIP,
+    "black": msgspec.structs.replace(CLIP, patch_size=8, shortest_edge=31, crop_size=56),
+    "part": msgspec.structs.replace(CLIP, patch_size=8, shortest_edge=75, crop_size=40),
+}
+CARDS = {"small": SMALL, **CLIPS}
 
 
 def patches_of(data: bytes, card: VisionCard) -> tuple[np.ndarray, tuple[int, int, int]]:
@@ -32,24 +40,38 @@ def patches_of(data: bytes, card: VisionCard) -> tuple[np.ndarray, tuple[int, in
 
 
 def expected(data: bytes, card: VisionCard) -> tuple[np.ndarray, tuple[int, ...]]:
+    picture = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    if card.rule == "clip":
+        return expected_of_clip(picture, card)
     size = {"shortest_edge": card.min_pixels, "longest_edge": card.max_pixels}
     processor = Qwen2VLImageProcessorPil(size=size)
-    picture = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
     made = processor(picture, return_tensors="np")
     return made["pixel_values"], tuple(made["image_grid_thw"][0])
 
 
+def expected_of_clip(picture: Image.Image, card: VisionCard) -> tuple[np.ndarray, tuple[int, ...]]:
+    side, patch = card.crop_size, card.patch_size
+    processor = CLIPImageProcessorPil(
+        size={"shortest_edge": card.shortest_edge}, crop_size={"height": side, "width": side}
+    )
+    pixels = processor(picture, return_tensors="np")["pixel_values"][0]
+    count = side // patch
+    cut = pixels.reshape(3, count, patch, count, patch).transpose(1, 3, 0, 2, 4)
+    return cut.reshape(count**2, -1), (1, count, count)
+
+
+@pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
 @pytest.mark.parametrize(
     ("kind", "mode"), [(kind, mode) for kind, modes in MODES.items() for mode in modes]
 )
-def test_every_mode_is_read_as_by_transformers(kind: str, mode: str) -> None:
+def test_every_mode_is_read_as_by_transformers(kind: str, mode: str, card: VisionCard) -> None:
     sizes = ((28, 28), (57, 83), (300, 41), (3, 200), (500, 401))
     for seed, (width, height) in enumerate(sizes):
         data = written(kind, mode, width, height, seed)
-        patches, grid = patches_of(data, SMALL)
-        wanted, wanted_grid = expected(data, SMALL)
+        patches, grid = patches_of(data, card)
+        wanted, wanted_grid = expected(data, card)
         assert grid == wanted_grid
-        assert SMALL.tokens(grid) == grid[1] * grid[2] // 4
+        assert card.tokens(grid) == grid[1] * grid[2] // card.merge_size**2
         np.testing.assert_array_equal(patches, wanted)
 
 
@@ -88,10 +110,11 @@ def test_pictures_of_packages_are_read_as_by_transformers() -> None:
             QWEN.grid(head.width, head.height)
         except ValueError:
             continue  # another format by its name, or too long and thin
-        patches, grid = patches_of(data, QWEN)
-        wanted, wanted_grid = expected(data, QWEN)
-        assert grid == wanted_grid, path
-        np.testing.assert_array_equal(patches, wanted, err_msg=str(path))
+        for card in (QWEN, CLIP):
+            patches, grid = patches_of(data, card)
+            wanted, wanted_grid = expected(data, card)
+            assert grid == wanted_grid, path
+            np.testing.assert_array_equal(patches, wanted, err_msg=str(path))
         read += 1
     assert read >= 20
 
@@ -106,7 +129,8 @@ def test_many_sizes_are_read_as_by_transformers() -> None:
             continue
         turned = 1 if kind == "GIF" else generator.randint(1, 8)
         data = written(kind, generator.choice(MODES[kind]), width, height, seed, turned)
-        patches, grid = patches_of(data, QWEN)
-        wanted, wanted_grid = expected(data, QWEN)
-        assert grid == wanted_grid, (kind, width, height)
-        np.testing.assert_array_equal(patches, wanted)
+        for card in (QWEN, CLIP):
+            patches, grid = patches_of(data, card)
+            wanted, wanted_grid = expected(data, card)
+            assert grid == wanted_grid, (kind, width, height)
+            np.testing.assert_array_equal(patches, wanted)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from loraplex.server.model.card import model_card
@@ -47,6 +48,48 @@ def test_numbers_are_those_of_transformers(tmp_path: Path, given: dict[str, Any]
     assert (card.opens_id, card.token_id, card.closes_id) == (5, 7, 151653)
 
 
+CLIP_TOWER = TowerForm(3 * 14 * 14, 1, 7, (1, 24, 24))
+CLIP_KIND = {"image_processor_type": "CLIPImageProcessor"}
+SQUARE = {"height": 336, "width": 336}
+
+
+@pytest.mark.parametrize(
+    ("given", "shortest"),
+    [
+        ({"crop_size": SQUARE}, 224),
+        ({"crop_size": 336, "size": 400}, 400),
+        ({"crop_size": SQUARE, "size": {"shortest_edge": 336}}, 336),
+    ],
+)
+def test_pictures_of_one_size(tmp_path: Path, given: dict[str, Any], shortest: int) -> None:
+    card = read_vision_card(written(tmp_path, CLIP_KIND | given), CLIP_TOWER)
+    processor = CLIPImageProcessorPil.from_pretrained(tmp_path)
+    assert processor.size["shortest_edge"] == card.shortest_edge == shortest
+    assert processor.crop_size["height"] == card.crop_size == 336
+    assert (list(card.mean), list(card.std)) == (
+        list(processor.image_mean),
+        list(processor.image_std),
+    )
+    assert card.place == (7,)
+    assert card.grid(9, 90) == CLIP_TOWER.grid
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"crop_size": 224}, "crop_size must be 336"),
+        ({"crop_size": {"height": 336, "width": 224}}, "crop_size must be 336"),
+        ({"crop_size": 336, "size": SQUARE}, "size must be a positive number"),
+        ({"crop_size": 336, "size": 5000}, "size at most 1024"),
+        ({"crop_size": 336, "do_center_crop": False}, "do_center_crop must be true"),
+        (KIND, "pictures of one size"),
+    ],
+)
+def test_other_sizes_are_refused(tmp_path: Path, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        read_vision_card(written(tmp_path, CLIP_KIND | given), CLIP_TOWER)
+
+
 def test_the_nested_file_goes_first(tmp_path: Path) -> None:
     written(tmp_path, KIND | {"max_pixels": 4000})
     written(tmp_path, {"image_processor": KIND | {"max_pixels": 5000}}, "processor_config.json")
@@ -58,7 +101,8 @@ def test_the_nested_file_goes_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"image_processor_type": "CLIPImageProcessor"}, "CLIPImageProcessor.* is not known"),
+        ({"image_processor_type": "OtherProcessor"}, "OtherProcessor.* is not known"),
+        ({"image_processor_type": "CLIPImageProcessor"}, "tower of pictures of one size"),
         (KIND | {"do_rescale": False}, "do_rescale must be True"),
         (KIND | {"resample": 2}, "resample must be 3"),
         (KIND | {"rescale_factor": 1.0}, "rescale_factor must be 1/255"),

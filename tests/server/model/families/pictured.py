@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel
 from transformers import (
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     PreTrainedModel,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
@@ -65,7 +67,19 @@ def qwen25(**text: Any) -> Qwen2_5_VLConfig:
     return Qwen2_5_VLConfig(text_config=text, vision_config=vision, **_IDS)
 
 
+def llava(**text: Any) -> LlavaConfig:
+    vision = {key: VISION[key] for key in ("hidden_size", "intermediate_size", "patch_size")}
+    vision |= {"num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 4 * PATCH}
+    vision |= {"model_type": "clip_vision_model", "initializer_range": 0.15}
+    # The sections are of other kinds.
+    text |= {"model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    return LlavaConfig(
+        text_config=text, vision_config=vision, image_token_index=TOKEN, tie_word_embeddings=False
+    )
+
+
 KINDS: dict[str, tuple[Any, Any]] = {
+    "llava": (llava, LlavaForConditionalGeneration),
     "qwen2_5_vl": (qwen25, Qwen2_5_VLForConditionalGeneration),
     "qwen2_vl": (qwen2, Qwen2VLForConditionalGeneration),
 }
@@ -78,21 +92,33 @@ def make_pictured(kind: str = "qwen2_5_vl", **text: Any) -> PreTrainedModel:
 
 
 class Picture:
-    """Patches as a processor gives them; grid: by (time, height, width)."""
+    """Patches as a processor gives them; grid: by (time, height, width). side: of the square of
+    patches that becomes a token."""
 
-    def __init__(self, name: str, height: int, width: int) -> None:
+    def __init__(
+        self, name: str, height: int, width: int, *, side: int = 2, frames: int = 2
+    ) -> None:
         generator = torch.Generator().manual_seed(int.from_bytes(name.encode()[:4], "little"))
-        self.name, self.grid = name, (1, height, width)
-        columns = 3 * 2 * PATCH**2
+        self.name, self.grid, self.side = name, (1, height, width), side
+        columns = 3 * frames * PATCH**2
         self.patches = torch.randn(height * width, columns, generator=generator)
 
     @property
     def tokens(self) -> int:
-        return self.grid[1] * self.grid[2] // 4
+        return self.grid[1] * self.grid[2] // self.side**2
+
+    @property
+    def pixels(self) -> torch.Tensor:
+        """What patches of one frame were cut from: `[3, height, width]`."""
+        cut = self.patches.view(*self.grid[1:], 3, PATCH, PATCH)
+        return cut.permute(2, 0, 3, 1, 4).flatten(1, 2).flatten(2)
 
 
 _GRIDS = {"a": (6, 10), "b": (8, 4), "c": (2, 2), "d": (4, 16), "e": (12, 6)}
 PICTURES = {name: Picture(name, *size) for name, size in _GRIDS.items()}
+# Of kinds whose pictures have one size.
+SQUARE = "square of "
+PICTURES |= {SQUARE + name: Picture(name + SQUARE, 4, 4, side=1, frames=1) for name in _GRIDS}
 
 
 def text(length: int, seed: int) -> list[int]:
@@ -130,11 +156,14 @@ def reference(
         kinds = torch.zeros_like(inputs["input_ids"])
         for span in request.pictures:
             kinds[0, span.start : span.start + span.length] = 1
-        inputs |= {
-            "pixel_values": torch.cat([picture.patches for picture in of]),
-            "image_grid_thw": torch.tensor([picture.grid for picture in of]),
-            "mm_token_type_ids": kinds,
-        }
+        if of[0].side == 1:
+            inputs["pixel_values"] = torch.stack([picture.pixels for picture in of])
+        else:
+            inputs |= {
+                "pixel_values": torch.cat([picture.patches for picture in of]),
+                "image_grid_thw": torch.tensor([picture.grid for picture in of]),
+                "mm_token_type_ids": kinds,
+            }
     if isinstance(model, PeftModel):
         if adapter is None:
             with model.disable_adapter():
@@ -194,11 +223,20 @@ class Pictured:
         self, folder: Path, make_driver: Any = Driver, shards: int = 1, kind: str = "qwen2_5_vl"
     ) -> None:
         base = make_pictured(kind)
+        self._before = SQUARE if kind == "llava" else ""
         self.driver: Driver = make_driver(save_model(base, folder))
         self.oracle: PeftModel = add_adapter(base, "one", LoraConfig(**LORA["one"]), 1)
         self.oracle = add_adapter(self.oracle, "two", LoraConfig(**LORA["two"]), 2)
         self.packed = {name: Packed(*pack(self.oracle, name, shards=shards)) for name in LORA}
         self.names = {each.layout.digest: name for name, each in self.packed.items()}
+
+    def name(self, picture: str) -> str:
+        """The name among PICTURES of one that the model reads."""
+        return self._before + picture
+
+    def pictured(self, parts: Sequence[list[int] | str], **changes: Any) -> GenerateRequest:
+        own = [self.name(part) if isinstance(part, str) else part for part in parts]
+        return pictured(own, **changes)
 
     def digest(self, name: str | None) -> str | None:
         return None if name is None else self.packed[name].layout.digest

@@ -15,7 +15,6 @@ from tests.server.model.families.pictured import (
     PICTURES,
     Pictured,
     make_pictured,
-    pictured,
     reference,
     text,
 )
@@ -47,7 +46,7 @@ def test_mixed_prompts_and_adapters_at_any_borders(served: Pictured, step_tokens
     engine = served.engine(max_step_tokens=step_tokens)
     names = [None, "one", "two"]
     requests = [
-        pictured(parts, adapter=served.digest(names[(i + shift) % 3]), max_tokens=5)
+        served.pictured(parts, adapter=served.digest(names[(i + shift) % 3]), max_tokens=5)
         for shift in range(2)
         for i, parts in enumerate(PARTS)
     ]
@@ -70,12 +69,12 @@ def test_prefixes_with_the_same_and_with_other_pictures(served: Pictured) -> Non
     engine = served.engine()
     begin, same, hits = text(5, 20), "d", []
     for name, seed in ((same, 21), (same, 22), ("e", 21)):
-        request = pictured([begin, name, text(9, seed)], prompt_logprobs=None, max_tokens=3)
+        request = served.pictured([begin, name, text(9, seed)], prompt_logprobs=None, max_tokens=3)
         key, before = engine.submit(request), engine.hits
         engine.run()
         hits.append(engine.hits - before)
         assert engine.tokens(key) == greedy(served, request, engine.tokens(key))
-    shared = len(begin) + 2 + PICTURES[same].tokens
+    shared = len(begin) + 2 + PICTURES[served.name(same)].tokens
     assert hits == [0, shared // 4 * 4, (len(begin) + 1) // 4 * 4]
     assert engine.segments == 2
 
@@ -86,7 +85,7 @@ def test_preempted_sequences_read_their_pictures_again(served: Pictured) -> None
     few = msgspec.structs.replace(limits, num_blocks=1)
     engine = served.engine(num_pages=24, pictures=few)
     requests = [
-        pictured([text(3, i), "ab"[i % 2], text(2, i)], max_tokens=30, prompt_logprobs=None)
+        served.pictured([text(3, i), "ab"[i % 2], text(2, i)], max_tokens=30, prompt_logprobs=None)
         for i in range(4)
     ]
     keys = {engine.submit(request): request for request in requests}
@@ -99,7 +98,7 @@ def test_preempted_sequences_read_their_pictures_again(served: Pictured) -> None
 
 
 def test_resumption_and_drafts(served: Pictured) -> None:
-    whole = pictured([text(4, 30), "e", text(3, 31)], max_tokens=24, drafts="", seed=5)
+    whole = served.pictured([text(4, 30), "e", text(3, 31)], max_tokens=24, drafts="", seed=5)
     engine = served.engine(max_draft=4)
     key = engine.submit(whole)
     engine.run()

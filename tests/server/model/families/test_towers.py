@@ -20,19 +20,25 @@ from loraplex.server.model.ops.memory import memory_table, picture_limits, weigh
 from loraplex.server.model.spec.model_spec import ModelSpec
 from loraplex.server.model.spec.served_as import served_as
 from loraplex.server.model.tower.geometry import patch_places, window_table
+from loraplex.server.model.tower.tower import Tower
 from loraplex.server.model.weights import load_tower
 from tests.server.model.driver import Driver, engine_config
-from tests.server.model.families.pictured import make_pictured
-from tests.server.model.hub_models import save_model
+from tests.server.model.families.pictured import KINDS, PICTURES, SQUARE, make_pictured
+from tests.server.model.hub_models import SIZES, random_model, save_model
 
 FAMILIES = served_families()
 QWEN = FAMILIES["qwen2_5_vl"].config
 QWEN2 = FAMILIES["qwen2_vl"].config
+LLAVA = FAMILIES["llava"].config
 CPU = torch.device("cpu")
 
 
 def qwen(vision: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
     return {**QWEN, "vision_config": {**QWEN["vision_config"], **(vision or {})}, **changes}
+
+
+def llava(vision: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    return {**LLAVA, "vision_config": {**LLAVA["vision_config"], **(vision or {})}, **changes}
 
 
 def parameters_of_tower(model: ModelSpec) -> float:
@@ -56,7 +62,7 @@ def test_qwen25_of_seven_billion_parameters() -> None:
 
 @pytest.mark.parametrize(
     ("family", "columns", "parameters"),
-    [("qwen2_vl", 1176, 675.8e6)],
+    [("qwen2_vl", 1176, 675.8e6), ("llava", 588, 311.9e6)],
 )
 def test_towers_without_windows(family: str, columns: int, parameters: float) -> None:
     model = read_model(FAMILIES[family].config)
@@ -80,6 +86,12 @@ def test_towers_without_windows(family: str, columns: int, parameters: float) ->
         ({**QWEN2, "vision_config": {"hidden_size": 64}}, "hidden_size must be that of the text"),
         ({**QWEN2, "vision_config": {"hidden_act": "snake"}}, "hidden_act must be one of"),
         ({**QWEN, "vision_config": 3}, "vision_config must be a table"),
+        (llava({"hidden_size": 1000}), "hidden_size must be a multiple of num_attention_heads"),
+        (llava({"image_size": 337}), "image_size must be a multiple of patch_size"),
+        (llava({"hidden_act": "snake"}), "hidden_act must be one of"),
+        (llava(projector_hidden_act="snake"), "projector_hidden_act must be one of"),
+        (llava(vision_feature_layer=-25), "no layer of 24 is vision_feature_layer -25"),
+        (llava(vision_feature_layer=25), "no layer of 24 is vision_feature_layer 25"),
     ],
 )
 def test_refused_by_name(config: dict[str, Any], words: str) -> None:
@@ -93,6 +105,10 @@ def test_refused_by_name(config: dict[str, Any], words: str) -> None:
         qwen(image_token_id=152064),
         {key: value for key, value in QWEN.items() if key != "vision_config"},
         FAMILIES["glm4v"].config,
+        llava({"model_type": "siglip_vision_model"}),
+        llava(vision_feature_layer=[-2, -1]),
+        llava(vision_feature_select_strategy="other"),
+        llava(image_token_index=32064),
     ],
 )
 def test_models_that_read_no_pictures_here(config: dict[str, Any]) -> None:
@@ -113,6 +129,41 @@ def test_memory_of_pictures_is_one_line() -> None:
     little = msgspec.structs.replace(engine, picture_memory=1000)
     with pytest.raises(ConfigError, match="one block alone takes 458752"):
         picture_limits(model, little, 100_000)
+
+
+@pytest.mark.parametrize(
+    ("layer", "strategy", "layers"),
+    [(-2, "default", 23), ([-1], "full", 24), (1, "full", 1), (24, "default", 24)],
+)
+def test_layers_and_rows_that_llava_reads(layer: Any, strategy: str, layers: int) -> None:
+    config = llava(vision_feature_layer=layer, vision_feature_select_strategy=strategy)
+    pictures = read_model(config).pictures
+    assert pictures is not None
+    added = int(strategy == "full")
+    assert pictures.tower.num_layers == layers
+    assert (pictures.grid, pictures.added, pictures.sections) == ((1, 24, 24), added, None)
+    assert pictures.merger.skipped == 1 - added
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("strategy", ["default", "full"])
+@pytest.mark.parametrize("layer", [-2, -1, 1])
+def test_features_are_those_of_transformers(layer: int, strategy: str, tmp_path: Path) -> None:
+    def config(**text: Any) -> Any:
+        made = KINDS["llava"][0](**text)
+        made.vision_feature_layer, made.vision_feature_select_strategy = layer, strategy
+        return made
+
+    model: Any = random_model(config, KINDS["llava"][1], **SIZES)
+    read = read_config(save_model(model, tmp_path)).pictures
+    picture = PICTURES[SQUARE + "a"]
+    assert read is not None
+    tower = Tower(read, load_tower(tmp_path, read_config(tmp_path), torch.float32, CPU), CPU)
+    passing = tower.begin(picture.patches, picture.grid)
+    tower.advance(passing, 1)
+    tower.advance(passing, tower.num_layers)
+    (expected,) = model.get_image_features(picture.pixels[None]).pooler_output
+    assert (tower.tokens(passing) - expected).abs().max() < 1e-4
 
 
 @pytest.fixture(scope="module")

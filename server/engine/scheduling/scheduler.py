@@ -59,6 +59,7 @@ from loraplex.server.engine.scheduling.waits import (
     GrammarWaits,
     PageWaits,
     SequenceRows,
+    Waits,
 )
 from loraplex.server.protocol import ErrorCode, Finish, GenerateRequest
 
@@ -80,6 +81,7 @@ class Scheduler:
         self.shares = DeviceShares(limits, self.arena)
         self.grammars, self.recalls = GrammarWaits(), PageWaits(self.swaps)
         self.pictures = PictureLoads(limits.pictures)
+        self.waits = Waits(self.loads, self.grammars, self.pictures, self.recalls)
         self.masks = MaskShare()
         self.drafting = Drafting(config.max_draft, config.draft_memory)
         self.prompts = PromptShares(config)
@@ -114,7 +116,7 @@ class Scheduler:
             self._fail(sequence, "deadline", "the deadline was over on arrival")
         elif (finish := finished_before(sequence, self._eos)) is not None:
             self._finish(sequence, finish)
-        elif len(self._waiting) + self._num_parked >= self.config.max_waiting:
+        elif len(self._waiting) + len(self.waits) >= self.config.max_waiting:
             self._fail(sequence, "overloaded", f"{self.config.max_waiting} sequences wait already")
         else:
             if deadline is not None:
@@ -214,11 +216,6 @@ class Scheduler:
         """Sequences whose terminal event is still to come."""
         return len(self._sequences)
 
-    @property
-    def _num_parked(self) -> int:
-        loading = self.loads.num_parked + len(self.pictures) + len(self.recalls)
-        return loading + len(self.grammars)
-
     def next_deadline(self) -> float | None:
         """The time at which `plan` has something to do even if nothing else happens."""
         first = self._deadlines.next()
@@ -228,7 +225,7 @@ class Scheduler:
         return EngineStats(
             free_pages=self.pages.pool.available,
             running=len(self._running),
-            waiting=len(self._waiting) + self._num_parked,
+            waiting=len(self._waiting) + len(self.waits),
             resident=self.arena.num_ready,
             loading=self.loads.loading,
             preemptions=self._preemptions,
@@ -378,7 +375,7 @@ class Scheduler:
                 return  # in order, as below
             if self.pages.is_computed_elsewhere(sequence) or not self.masks.admits(sequence):
                 continue
-            if not (self._has_adapter(sequence) and self.pictures.is_ready(sequence)):
+            if not self.waits.is_ready(sequence):
                 discard(self._waiting, sequence)
                 self._enqueue(sequence)
             elif not self._begin(batch, sequence):
@@ -408,9 +405,6 @@ class Scheduler:
         if not self.rows.free and sequence.takes_row_of_last(self._running):
             self._preempt(self._running[-1])
         return bool(self.rows.free)
-
-    def _has_adapter(self, sequence: Sequence) -> bool:
-        return sequence.adapter is None or self.arena.stage(sequence.adapter) == "ready"
 
     def _start(self, batch: Batch, sequence: Sequence) -> None:
         discard(self._waiting, sequence)
@@ -535,14 +529,7 @@ class Scheduler:
         self._events[-1] = with_cost(self._events[-1], sequence)
         self.drafting.end(sequence)
         self._deadlines.discard(sequence.key)
-        self.pictures.release(sequence)
-        if sequence.state is State.NEEDS_ADAPTER:
-            self.loads.unpark(sequence)
-        elif sequence.state is State.NEEDS_GRAMMAR:
-            self.grammars.abandon(sequence.key)
-        elif sequence.state is State.NEEDS_PAGES:
-            self.recalls.give_up(sequence)
-        else:
+        if not self.waits.give_up(sequence):
             discard(self._waiting, sequence)
         sequence.move(State.FINISHED)
         self._settle(sequence)
@@ -581,17 +568,9 @@ class Scheduler:
         self._enqueue(sequence)
 
     def _enqueue(self, sequence: Sequence) -> None:
-        self.pictures.want(sequence)
-        if sequence.constraint is None and sequence.request.sampling.is_constrained:
-            self.grammars.park(sequence)
-        elif not self._has_adapter(sequence):
-            sequence.move(State.NEEDS_ADAPTER)
-            sequence.parked_at = self._now
-            self.loads.park(sequence)
-        elif (problem := self.loads.misfit(sequence)) is not None:
+        if self.waits.park(sequence, self._now):
+            return
+        if (problem := self.loads.misfit(sequence)) is not None:
             self._fail(sequence, "invalid_request", problem)
-        elif not self.pictures.is_ready(sequence):
-            sequence.move(State.NEEDS_PICTURES)
-            self.pictures.park(sequence)
         else:
             insort(self._waiting, sequence, key=BY_PRECEDENCE)

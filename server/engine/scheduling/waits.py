@@ -1,8 +1,10 @@
-"""Rows, constraints and pages that sequences wait for, and their deadlines. Pure."""
+"""Rows and all else that sequences wait for, and their deadlines. Pure."""
 
 import heapq
 
 from loraplex.server.constraints.wishes import ConstraintWish
+from loraplex.server.engine.scheduling.loading import AdapterLoads
+from loraplex.server.engine.scheduling.picture_loads import PictureLoads
 from loraplex.server.engine.scheduling.sequence import BY_PRECEDENCE, Precedence, Sequence, State
 from loraplex.server.engine.swapping.swaps import PageSwaps
 
@@ -100,6 +102,60 @@ class PageWaits:
         """The sequence waits no more, and its pages go."""
         if self._parked.pop(sequence.key, None) is not None:
             self._swaps.abandon(sequence.key)
+
+
+class Waits:
+    """Everything that sequences wait for before they can take a row. A parked one waits for one
+    thing at a time; its state says for which."""
+
+    def __init__(
+        self, loads: AdapterLoads, grammars: GrammarWaits, pictures: PictureLoads, pages: PageWaits
+    ) -> None:
+        self._loads, self._grammars = loads, grammars
+        self._pictures, self._pages = pictures, pages
+
+    def __len__(self) -> int:
+        """How many sequences are parked."""
+        others = len(self._grammars) + len(self._pictures) + len(self._pages)
+        return self._loads.num_parked + others
+
+    def is_ready(self, sequence: Sequence) -> bool:
+        """Whether its adapter and its pictures are on the device."""
+        return self._has_adapter(sequence) and self._pictures.is_ready(sequence)
+
+    def park(self, sequence: Sequence, now: float) -> bool:
+        """Park a waiting sequence with what it lacks. False: it lacks nothing but a row and
+        pages."""
+        self._pictures.want(sequence)
+        if sequence.constraint is None and sequence.request.sampling.is_constrained:
+            self._grammars.park(sequence)
+        elif not self._has_adapter(sequence):
+            sequence.move(State.NEEDS_ADAPTER)
+            sequence.parked_at = now
+            self._loads.park(sequence)
+        elif not self._pictures.is_ready(sequence):
+            sequence.move(State.NEEDS_PICTURES)
+            self._pictures.park(sequence)
+        else:
+            return False
+        return True
+
+    def give_up(self, sequence: Sequence) -> bool:
+        """The sequence ends, and waits for nothing. Whether it was parked."""
+        self._pictures.release(sequence)
+        if sequence.state is State.NEEDS_ADAPTER:
+            self._loads.unpark(sequence)
+        elif sequence.state is State.NEEDS_GRAMMAR:
+            self._grammars.abandon(sequence.key)
+        elif sequence.state is State.NEEDS_PAGES:
+            self._pages.give_up(sequence)
+        else:
+            return sequence.state is State.NEEDS_PICTURES
+        return True
+
+    def _has_adapter(self, sequence: Sequence) -> bool:
+        arena = self._loads.arena
+        return sequence.adapter is None or arena.stage(sequence.adapter) == "ready"
 
 
 class Deadlines:

@@ -1,12 +1,13 @@
 """Every sequence ends exactly once, at its own router; credits are never exceeded."""
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from loraplex.server.engine.messages import SequenceEvent
-from loraplex.server.protocol import GenerateRequest, SamplingParams, TokenEvent
+from loraplex.server.protocol import GenerateRequest, PictureSpan, SamplingParams, TokenEvent
 from loraplex.server.worker.sequences import DuplicateSequence, SequenceTable, refusal, split_events
 from tests.server.invariants import check_table
 
@@ -39,6 +40,22 @@ def test_nothing_follows_the_terminal_event() -> None:
     assert key is not None
     assert table.route([SequenceEvent(key, event("a", 0, finish=True))]) != {}
     assert table.route([SequenceEvent(key, event("a", 1, finish=True))]) == {}
+
+
+def test_the_ends_of_sequences_with_pictures_are_known() -> None:
+    table = SequenceTable(CAPACITY)
+    spans = (PictureSpan(0, 1, "a", (1, 2, 2)),)
+    pictured = [msgspec.structs.replace(request(name), pictures=spans) for name in ("a", "b", "c")]
+    first, second, third = (table.open(1, each) for each in pictured)
+    plain = table.open(2, request("plain"))
+    assert first is not None
+    assert plain is not None
+    table.route([SequenceEvent(key, event("a", 0, finish=True)) for key in (first, plain)])
+    assert table.take_ended() == [first]
+    table.disconnect(1)
+    assert table.take_ended() == [], "the engine still has them"
+    table.end_all("engine_lost", "it was lost")
+    assert table.take_ended() == [second, third]
 
 
 def test_beyond_the_credits_nothing_is_opened() -> None:

@@ -5,6 +5,7 @@ reads first is no question. An empty frame answers it once the process is ready.
 """
 
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable
@@ -24,6 +25,20 @@ def read_frame() -> bytes | None:
     if len(head) < HEAD_BYTES:
         return None
     return sys.stdin.buffer.read(int.from_bytes(head, "big"))
+
+
+def limit_self(memory_bytes: int, files: int = 3) -> None:
+    """Takes from this process what no answer needs: more memory, files beside the standard ones,
+    processes.
+    """
+    for kind, limit in (
+        (resource.RLIMIT_AS, memory_bytes),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_NOFILE, files),
+        (resource.RLIMIT_NPROC, 0),
+    ):
+        resource.setrlimit(kind, (limit, limit))
 
 
 def answer_questions(answer: Callable[[bytes], bytes], cpu_s: float) -> None:

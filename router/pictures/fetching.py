@@ -4,7 +4,6 @@ It first reads a FetchBegin. Each question is a FetchJob, answered by a FetchOut
 """
 
 import http.client
-import resource
 import signal
 import socket
 import ssl
@@ -15,7 +14,7 @@ import certifi
 import msgspec
 
 from loraplex.adapters.common.web_hosts import MAX_ADDRESSES, is_public, look_up
-from loraplex.adapters.helpers.answering import answer_questions, read_frame
+from loraplex.adapters.helpers.answering import answer_questions, limit_self, read_frame
 from loraplex.router.pictures.fetch_job import FETCH_S, FetchBegin, FetchJob, FetchOutcome
 from loraplex.server.protocol import MAX_PICTURE_BYTES
 
@@ -35,7 +34,7 @@ def main() -> None:
     trusted = ssl.create_default_context(cafile=certifi.where())
     if begin.cafile or begin.capath:
         trusted.load_verify_locations(begin.cafile, begin.capath)
-    _limit_self()
+    limit_self(_MEMORY_BYTES, _FILES)
     decode = msgspec.msgpack.Decoder(FetchJob).decode
 
     def answer(question: bytes) -> bytes:
@@ -121,14 +120,3 @@ def _check(answer: http.client.HTTPResponse) -> None:
         raise _Fault("the image's host compresses, though it was asked not to")
     if (answer.length or 0) > MAX_PICTURE_BYTES:
         raise _Fault(f"the image has more than {MAX_PICTURE_BYTES} bytes")
-
-
-def _limit_self() -> None:
-    for kind, limit in (
-        (resource.RLIMIT_AS, _MEMORY_BYTES),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_NOFILE, _FILES),
-        (resource.RLIMIT_NPROC, 0),
-    ):
-        resource.setrlimit(kind, (limit, limit))

@@ -4,7 +4,6 @@ It gives up memory, files, processes and all but a little processor time before 
 a RenderJob in msgpack, answered by a RenderOutcome.
 """
 
-import resource
 from collections import OrderedDict
 from typing import Any
 
@@ -18,7 +17,7 @@ from loraplex.adapters.chat.conversation import (
     TemplateOptions,
 )
 from loraplex.adapters.chat.template import ChatTemplate
-from loraplex.adapters.helpers.answering import answer_questions, read_frame
+from loraplex.adapters.helpers.answering import answer_questions, limit_self, read_frame
 
 CPU_SECONDS = 1.0
 MEMORY_BYTES = 512 << 20
@@ -51,7 +50,7 @@ class RenderOutcome(msgspec.Struct, frozen=True, array_like=True):
 def main() -> None:
     read_frame()
     _warm_up()
-    _limit_self()
+    limit_self(MEMORY_BYTES)
     decode = msgspec.msgpack.Decoder(RenderJob).decode
     templates: _Templates = OrderedDict()
 
@@ -69,17 +68,6 @@ def _warm_up() -> None:
     for source in (usual, "{{ 1 / 0 }}", "{% if %}", "{{ '\\ud800' }}"):
         messages = [{"role": "user", "content": "ü"}]
         _render(OrderedDict(), RenderJob(source, {}, messages, TemplateOptions()))
-
-
-def _limit_self() -> None:
-    for kind, limit in (
-        (resource.RLIMIT_AS, MEMORY_BYTES),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_NOFILE, 3),
-        (resource.RLIMIT_NPROC, 0),
-    ):
-        resource.setrlimit(kind, (limit, limit))
 
 
 def _render(templates: _Templates, job: RenderJob) -> RenderOutcome:

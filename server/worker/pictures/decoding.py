@@ -5,13 +5,12 @@ a DecodeJob in msgpack, answered by a DecodeOutcome. It first reads a VisionCard
 """
 
 import io
-import resource
 from typing import NoReturn
 
 import msgspec
 from PIL import GifImagePlugin, Image, ImageOps, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
 
-from loraplex.adapters.helpers.answering import answer_questions, read_frame
+from loraplex.adapters.helpers.answering import answer_questions, limit_self, read_frame
 from loraplex.server.protocol import MAX_PICTURE_PIXELS, VisionCard
 from loraplex.server.worker.pictures.jobs import (
     CPU_SECONDS,
@@ -32,7 +31,7 @@ class _Fault(Exception):
 def main() -> None:
     card = msgspec.json.decode(read_frame() or b"", type=VisionCard)
     _warm_up(card)
-    _limit_self()
+    limit_self(MEMORY_BYTES)
     decode = msgspec.msgpack.Decoder(DecodeJob).decode
 
     def answer(question: bytes) -> bytes:
@@ -100,14 +99,3 @@ def _warm_up(card: VisionCard) -> None:
         Image.new("RGB", (8, 9)).save(file, kind, **({} if kind == "GIF" else {"exif": exif}))
         for data in (file.getvalue(), file.getvalue()[:-9]):
             outcome(DecodeJob(data, card.grid(9, 8)), card)
-
-
-def _limit_self() -> None:
-    for kind, limit in (
-        (resource.RLIMIT_AS, MEMORY_BYTES),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_NOFILE, 3),
-        (resource.RLIMIT_NPROC, 0),
-    ):
-        resource.setrlimit(kind, (limit, limit))

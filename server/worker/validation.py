@@ -142,7 +142,8 @@ def _check_pictures(request: GenerateRequest, vision: VisionCard | None) -> str 
             return f"a picture's grid {span.grid} does not make {span.length} tokens"
         end = span.start + span.length
         held = request.prompt_ids[span.start : end]
-        if span.start < free or held != [vision.token_id] * span.length:
+        is_there = span.start >= free and len(held) == span.length
+        if not is_there or set(held) != {vision.token_id}:
             return f"the prompt has no place for a picture at {span.start}"
         free = end
     return None

@@ -22,11 +22,15 @@ class PatchSegment:
     def __init__(self, rows: int, columns: int) -> None:
         self.name = _PREFIX + secrets.token_hex(16)
         self.rows, self.columns = rows, columns
-        self._fd = os.open(_FOLDER / self.name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        # Under this name `remove_stale` of another worker does not find it before it is locked.
+        unlocked = _FOLDER / f".{self.name}"
+        self._fd = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_SH)
+            unlocked.rename(_FOLDER / self.name)
             os.posix_fallocate(self._fd, 0, 4 * rows * columns)
         except OSError:
+            unlocked.unlink(missing_ok=True)
             self.remove()
             raise
 

@@ -1,8 +1,10 @@
 """Pictures from routers to the engine: each decoded once, none left in shared memory."""
 
 import asyncio
+import fcntl
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import pytest
@@ -247,3 +249,17 @@ def test_files_of_the_dead_are_removed() -> None:
     assert not stale.exists()
     assert (FOLDER / held.name).exists()
     held.remove()
+
+
+def test_files_in_the_making_are_not_those_of_the_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = fcntl.flock
+
+    def late(file: int | IO[bytes], operation: int) -> None:
+        if operation == fcntl.LOCK_SH:
+            remove_stale()
+        lock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    made = PatchSegment(1, 1)
+    assert (FOLDER / made.name).exists()
+    made.remove()

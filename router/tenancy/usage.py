@@ -76,6 +76,8 @@ class Pending:
     def __init__(self) -> None:
         self._books: dict[tuple[str, int], dict[str, int]] = {}
         self._size = 0
+        # What rounding left of each counter in millionths: many small costs make one.
+        self._rests: dict[tuple[str, ...], float] = {}
 
     def add(self, record: UsageRecord) -> None:
         refused = record.outcome == "refused"
@@ -91,8 +93,19 @@ class Pending:
         amounts = (record.device_s, record.copy_s, record.cost)
         self._count(
             record,
-            ((what, round(a * _UNIT)) for what, a in zip(_FINE, amounts, strict=True)),
+            [(what, self._whole(record, what, a)) for what, a in zip(_FINE, amounts, strict=True)],
         )
+
+    def _whole(self, record: UsageRecord, what: str, amount: float) -> int:
+        """An amount in whole millionths. What is left is added to the next of the same counter."""
+        if not amount:
+            return 0
+        counter = (record.tenant, record.key, record.adapter, record.base or "", what)
+        exact = amount * _UNIT + self._rests.pop(counter, 0.0)
+        self._rests[counter] = exact - round(exact)
+        if len(self._rests) > MAX_PENDING:
+            del self._rests[next(iter(self._rests))]
+        return round(exact)
 
     def _count(self, record: UsageRecord, amounts: Iterable[tuple[str, int]]) -> None:
         book = self._books.setdefault((record.tenant, int(record.at // 86400)), {})

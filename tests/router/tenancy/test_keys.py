@@ -1,5 +1,6 @@
 """Keys, what they open, how they are written in a file, and callers' errors."""
 
+import msgspec
 import pytest
 
 from loraplex.adapters.ref import parse_ref
@@ -183,6 +184,21 @@ def test_usage_adds_up_over_days_and_survives_what_could_not_be_written() -> Non
         books["usage:1:acme"]
         | {"k|sql|prompt_tokens": 13, "k|sql|requests": 3, "k|sql|completion_tokens": 6},
     )
+
+
+def test_small_costs_add_up() -> None:
+    """Each is less than half of what a counter counts in."""
+    pending, costs = Pending(), [4e-7, 1e-7] * 500
+    books = []
+    for number, cost in enumerate(costs):
+        pending.add(msgspec.structs.replace(record("sql", 5), cost=cost, device_s=cost / 2))
+        if number % 100 == 99:  # as they are written
+            taken = pending.take()
+            assert taken is not None
+            books.append(taken[1])
+    (row,) = rows_of("acme", books)
+    assert row.cost == pytest.approx(sum(costs), abs=1e-6)
+    assert row.device_s == pytest.approx(sum(costs) / 2, abs=1e-6)
 
 
 def test_usage_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,12 +19,15 @@ _MAX_UNWRITTEN = 1 << 12
 
 
 class JudgedRequest(msgspec.Struct, frozen=True):
-    """A request of a name with a rollout. at: Unix seconds. score: once it has one."""
+    """A request of a name with a rollout. at: Unix seconds. base: see HeldContent. score: once it
+    has one.
+    """
 
     name: OwnedName
     rollout: str
     digest: str
     at: float
+    base: str = ""
     score: float | None = None
 
 
@@ -50,7 +53,7 @@ class JudgedRequests:
             self.forgotten += 1
             return
         self._room -= 1.0
-        request = JudgedRequest(adapter.alias, adapter.rollout, adapter.digest, now)
+        request = JudgedRequest(adapter.alias, adapter.rollout, adapter.digest, now, adapter.base)
         self._unwritten.append((key_of(tenant, request_id), request))
         self.waiting.set()
 

@@ -3,6 +3,7 @@
 import time
 from typing import Any, cast
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -36,6 +37,16 @@ async def test_only_the_requests_tenant_scores_it_with_a_key_that_opens_the_adap
         await feedback.take(caller("a", "other"), "1", 0.5)
     assert await feedback.take(caller("a", "other", "m*"), "1", 0.5) == "over"
     assert await feedback.take(caller("a", "mine"), "1", 0.5) == "again"
+
+
+async def test_a_key_for_one_of_several_bases_scores_its_adapters() -> None:
+    metrics = RouterMetrics(CollectorRegistry(), 1)
+    feedback = Feedback(MemoryStore(time.time), cast("Any", {}), metrics)
+    adapter = msgspec.structs.replace(ADAPTER, base="org/blue")
+    metrics.judged_requests.note("a", "1", adapter, time.time())
+    with pytest.raises(RequestError, match="does not open"):
+        await feedback.take(caller("a", "org/red:*"), "1", 0.5)
+    assert await feedback.take(caller("a", "org/blue:*"), "1", 0.5) == "over"
 
 
 def test_a_router_remembers_so_many() -> None:

@@ -4,6 +4,7 @@ import { keys, request } from "./api.js";
 import { Column } from "./column.js";
 import { announce, byId, digits, h, plural, setText } from "./dom.js";
 import { AnswerForm } from "./form.js";
+import { PromptImages } from "./images.js";
 import { VirtualList } from "./list.js";
 
 // A browser keeps six connections to a server, and the fleet's stream is one of them.
@@ -26,6 +27,8 @@ export class Playground {
     this.columns = new Map();
     this.controller = null;
     this.form = new AnswerForm((kind) => this.suit(kind));
+    this.images = new PromptImages();
+    byId("mode").addEventListener("change", () => this.images.allow(this.blindness()));
     this.list = new VirtualList("Models", 34, { multiple: true, empty: "", onPick: (item) => this.toggle(item.id) });
     byId("models").append(this.list.node);
     this.filter = byId("model-filter");
@@ -105,6 +108,16 @@ export class Playground {
     return this.parents.get(name) === null;
   }
 
+  /** Why the chosen models get no images; "" = they do, as far as is known. */
+  blindness() {
+    if (byId("mode").value !== "chat") return "Images need the prompt as a chat message.";
+    const { base, bases } = this.feed.fleet ?? {};
+    const wanted = new Set(this.chosen.map((name) => this.parents.get(name) ?? name));
+    const models = bases ? bases.filter(({ name }) => wanted.has(name)).map(({ model }) => model) : [base];
+    const blind = models.find((model) => model && !model.images);
+    return blind ? `${blind.name} reads no images.` : "";
+  }
+
   markOf(name) {
     if (this.isBase(name)) return "var(--muted)";
     // Whose key it is, and so which of several it means, is not known here.
@@ -150,6 +163,7 @@ export class Playground {
   // Answers
 
   showColumns() {
+    this.images.allow(this.blindness());
     const node = byId("columns");
     if (!this.chosen.length) {
       this.columns.clear();
@@ -165,6 +179,7 @@ export class Playground {
 
   /** Contents, and with them colours, become known as adapters are used. */
   showMarks() {
+    this.images.allow(this.blindness());
     for (const column of this.columns.values()) column.mark.style.background = this.markOf(column.name);
     for (const item of this.list.items) item.mark = this.markOf(item.id);
     this.list.draw();
@@ -184,10 +199,12 @@ export class Playground {
     const mode = byId("mode").value;
     const form = this.form.read(mode);
     if (!form) return announce(this.form.problem);
+    const images = this.images.urls;
+    if (images.length && this.blindness()) return announce(`${this.blindness()} Remove them, or choose otherwise.`);
     this.remember();
     this.controller = new AbortController();
     this.moved();
-    const call = { prompt: prompt.value, mode, parameters: this.parameters(), form };
+    const call = { prompt: prompt.value, mode, parameters: this.parameters(), form, images };
     const waiting = [...this.columns.values()];
     waiting.forEach((column) => column.reset());
     const work = async () => {
@@ -261,7 +278,7 @@ export class Playground {
     } catch {
       setText(button, "It is in the address bar");
     }
-    announce("The link holds prompt, models, parameters and form, and no key.");
+    announce("The link holds prompt, models, parameters and form, and neither images nor key.");
     setTimeout(() => setText(button, "Copy link"), 2500);
   }
 }

@@ -54,9 +54,16 @@ function pieceOf(choice) {
   };
 }
 
-function bodyOf(model, { mode, prompt, parameters, form }) {
+function bodyOf(model, { mode, prompt, parameters, form, images }) {
   const body = { model, stream: true, stream_options: { include_usage: true }, ...parameters, ...form.body };
-  if (mode === "chat") body.messages = [{ role: "user", content: prompt }];
+  if (mode === "chat") body.messages = [{ role: "user", content: contentOf(prompt, images) }];
   else body.prompt = prompt;
   return body;
+}
+
+/** What a message holds: the images, then the text. */
+function contentOf(prompt, images) {
+  if (!images.length) return prompt;
+  const parts = images.map((url) => ({ type: "image_url", image_url: { url } }));
+  return [...parts, { type: "text", text: prompt }];
 }

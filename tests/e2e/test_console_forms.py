@@ -1,4 +1,4 @@
-"""The playground's form of the answer: what it sends, and how it shows what comes.
+"""The playground's form of the answer and its images: what it sends, and how it shows what comes.
 
 What depends on the console's own files alone is exhaustive: a change of them asks for it.
 """
@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import jsonschema
 import pytest
 from axe_playwright_python.sync_playwright import Axe
@@ -15,6 +16,7 @@ from playwright.sync_api import Browser, BrowserContext, Page, Route, expect
 
 from tests.e2e.browsing import STEP_MS, chromium, console_pages, forget
 from tests.e2e.serving import Serving
+from tests.router.pictures.seeing import SMALL, WIDE, data_url
 
 expect.set_options(timeout=STEP_MS)
 MESSAGE = "Please cancel order #10442 for two linen aprons, it is urgent. Thanks, Ines Novak"
@@ -195,6 +197,80 @@ def test_a_link_brings_the_form_back(playground: Playground) -> None:
     expect(page.locator("#tools")).to_have_value(json.dumps([CANCEL]))
     expect(page.locator("#tool-choice")).to_have_value("required")
     page.close()
+
+
+def see(page: Page, url: str) -> None:
+    """Loads the page anew, for a base that reads images."""
+    fleet = httpx.get(f"{url}/v1/fleet").raise_for_status().json()
+    assert fleet["base"]["images"] is False
+    fleet["base"]["images"] = True
+    body = f"event: fleet\ndata: {json.dumps(fleet)}\n\n"
+    page.route(
+        "**/v1/fleet",
+        lambda route: route.fulfill(content_type="text/event-stream", body=body),
+    )
+    page.reload()
+    page.locator("#prompt").fill(MESSAGE)
+    expect(page.get_by_role("button", name="Add images")).to_be_enabled()
+
+
+def choose_images(page: Page) -> None:
+    """Chooses two images, and a file that is none."""
+    with page.expect_file_chooser() as chooser:
+        page.get_by_role("button", name="Add images").click()
+    chooser.value.set_files(
+        [
+            {"name": "small.png", "mimeType": "image/png", "buffer": SMALL},
+            {"name": "false.png", "mimeType": "image/png", "buffer": b"text"},
+            {"name": "wide.jpg", "mimeType": "image/jpeg", "buffer": WIDE},
+        ]
+    )
+    expect(page.get_by_role("img", name="wide.jpg")).to_be_visible()
+
+
+def test_images_go_with_a_chat(playground: Playground, serving: Serving) -> None:
+    page, add = playground.page, playground.page.get_by_role("button", name="Add images")
+    expect(page.locator("#images-note")).to_have_text(re.compile("reads no images"))
+    expect(add).to_be_disabled()
+    see(page, serving.url)
+    choose_images(page)
+    expect(page.locator("#images-note")).to_have_text("false.png is no PNG, JPEG, WebP or GIF.")
+    playground.answer_with({"content": "Two."}, finish="stop")
+    playground.run()
+    expect(playground.column.locator(".output")).to_have_text("Two.")
+    page.get_by_role("button", name="Remove small.png").click()
+    expect(page.get_by_role("button", name="Remove wide.jpg")).to_be_focused()
+    playground.run()
+    expect(playground.column.locator(".state")).to_have_text("finished")
+    text = {"type": "text", "text": MESSAGE}
+    images = [data_url(SMALL), data_url(WIDE, "jpeg")]
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in images]
+    contents = [body["messages"][0]["content"] for body in playground.sent]
+    assert contents == [[*parts, text], [parts[1], text]]
+    page.get_by_text("Parameters").click()
+    page.get_by_label("Prompt as").select_option("text")
+    expect(add).to_be_disabled()
+    playground.run()
+    expect(page.locator("#announcer")).to_have_text(re.compile("need the prompt as a chat"))
+    assert len(playground.sent) == 2
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_images_are_accessible(browser: Browser, serving: Serving, scheme: Any) -> None:
+    """By axe-core and by keyboard."""
+    context = browser.new_context(color_scheme=scheme, bypass_csp=True)
+    context.set_default_timeout(STEP_MS)
+    page = Playground(context, serving.url, "json").page
+    see(page, serving.url)
+    choose_images(page)
+    found = Axe().run(page)
+    assert found.violations_count == 0, found.generate_report()
+    back, small, wide = "Shift+Tab", "Remove small.png", "Remove wide.jpg"
+    for key, name in ((back, wide), (back, small), ("Enter", wide), ("Enter", "Add images")):
+        page.keyboard.press(key)
+        expect(page.get_by_role("button", name=name)).to_be_focused()
+    context.close()
 
 
 @pytest.mark.exhaustive

@@ -31,7 +31,7 @@ WorkerState = Literal["unreachable", "starting", "ready", "draining"]
 
 class BaseObject(msgspec.Struct, frozen=True):
     """The model that is served. weights: how they are quantised, "" = not. chat: it has a chat
-    template that can be used. gives: what may be asked of it."""
+    template that can be used. gives: what may be asked of it. images: it reads them."""
 
     name: str
     digest: str
@@ -41,6 +41,7 @@ class BaseObject(msgspec.Struct, frozen=True):
     max_context: int
     chat: bool
     gives: tuple[Gift, ...]
+    images: bool
 
 
 class BaseState(msgspec.Struct, frozen=True):
@@ -211,6 +212,7 @@ def base_object(card: ModelCard, chat: bool) -> BaseObject:
         max_context=card.max_context,
         chat=chat,
         gives=card.gives,
+        images=card.vision is not None,
     )
 
 

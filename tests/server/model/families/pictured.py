@@ -3,6 +3,7 @@
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,19 +68,24 @@ def qwen25(**text: Any) -> Qwen2_5_VLConfig:
     return Qwen2_5_VLConfig(text_config=text, vision_config=vision, **_IDS)
 
 
-def llava(**text: Any) -> LlavaConfig:
+def llava(strategy: str, **text: Any) -> LlavaConfig:
     vision = {key: VISION[key] for key in ("hidden_size", "intermediate_size", "patch_size")}
     vision |= {"num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 4 * PATCH}
     vision |= {"model_type": "clip_vision_model", "initializer_range": 0.15}
     # The sections are of other kinds.
     text |= {"model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
     return LlavaConfig(
-        text_config=text, vision_config=vision, image_token_index=TOKEN, tie_word_embeddings=False
+        text_config=text,
+        vision_config=vision,
+        image_token_index=TOKEN,
+        tie_word_embeddings=False,
+        vision_feature_select_strategy=strategy,
     )
 
 
 KINDS: dict[str, tuple[Any, Any]] = {
-    "llava": (llava, LlavaForConditionalGeneration),
+    "llava": (partial(llava, "default"), LlavaForConditionalGeneration),
+    "llava_full": (partial(llava, "full"), LlavaForConditionalGeneration),
     "qwen2_5_vl": (qwen25, Qwen2_5_VLForConditionalGeneration),
     "qwen2_vl": (qwen2, Qwen2VLForConditionalGeneration),
 }
@@ -93,19 +99,20 @@ def make_pictured(kind: str = "qwen2_5_vl", **text: Any) -> PreTrainedModel:
 
 class Picture:
     """Patches as a processor gives them; grid: by (time, height, width). side: of the square of
-    patches that becomes a token."""
+    patches that becomes a token. added: tokens beside those of patches."""
 
     def __init__(
-        self, name: str, height: int, width: int, *, side: int = 2, frames: int = 2
+        self, name: str, height: int, width: int, side: int = 2, frames: int = 2, added: int = 0
     ) -> None:
         generator = torch.Generator().manual_seed(int.from_bytes(name.encode()[:4], "little"))
-        self.name, self.grid, self.side = name, (1, height, width), side
+        self.name, self.grid = name, (1, height, width)
+        self.side, self.added = side, added
         columns = 3 * frames * PATCH**2
         self.patches = torch.randn(height * width, columns, generator=generator)
 
     @property
     def tokens(self) -> int:
-        return self.grid[1] * self.grid[2] // self.side**2
+        return self.grid[1] * self.grid[2] // self.side**2 + self.added
 
     @property
     def pixels(self) -> torch.Tensor:
@@ -116,9 +123,13 @@ class Picture:
 
 _GRIDS = {"a": (6, 10), "b": (8, 4), "c": (2, 2), "d": (4, 16), "e": (12, 6)}
 PICTURES = {name: Picture(name, *size) for name, size in _GRIDS.items()}
-# Of kinds whose pictures have one size.
-SQUARE = "square of "
-PICTURES |= {SQUARE + name: Picture(name + SQUARE, 4, 4, side=1, frames=1) for name in _GRIDS}
+# Beginnings of names, of kinds whose pictures have one size.
+SQUARES = {"llava": "square of ", "llava_full": "square and row of "}
+PICTURES |= {
+    before + name: Picture(name + before, 4, 4, side=1, frames=1, added=added)
+    for added, before in enumerate(SQUARES.values())
+    for name in _GRIDS
+}
 
 
 def text(length: int, seed: int) -> list[int]:
@@ -223,7 +234,7 @@ class Pictured:
         self, folder: Path, make_driver: Any = Driver, shards: int = 1, kind: str = "qwen2_5_vl"
     ) -> None:
         base = make_pictured(kind)
-        self._before = SQUARE if kind == "llava" else ""
+        self._before = SQUARES.get(kind, "")
         self.driver: Driver = make_driver(save_model(base, folder))
         self.oracle: PeftModel = add_adapter(base, "one", LoraConfig(**LORA["one"]), 1)
         self.oracle = add_adapter(self.oracle, "two", LoraConfig(**LORA["two"]), 2)

@@ -9,6 +9,7 @@ from peft import LoraConfig
 from tests.server.model.driver import Driver
 from tests.server.model.families.pictured import (
     LORA,
+    SQUARES,
     TOLERANCE,
     Packed,
     PicturedEngine,
@@ -28,21 +29,31 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("backend", ["fa2", pytest.param("fa3", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    ("backend", "kind"),
+    [
+        ("fa2", "qwen2_5_vl"),
+        pytest.param("fa3", "qwen2_5_vl", marks=pytest.mark.exhaustive),
+        pytest.param("fa2", "llava", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_graphs_and_steps_outside(
-    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    backend: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Decodes are in graphs, where their rows turn by an offset, and so are prompts behind
     pictures; steps with pictures are not."""
     adapters = {"one": LoraConfig(**LORA["one"])}
-    model, again = (make_pictured(num_hidden_layers=2, intermediate_size=48) for _ in range(2))
+    model, again = (
+        make_pictured(kind, num_hidden_layers=2, intermediate_size=48) for _ in range(2)
+    )
     packed = {"one": Packed(*pack(add_adapter(again, "one", adapters["one"], 1), "one"))}
     with small_pair(model, adapters, tmp_path, monkeypatch, backend=backend) as pair:
         digest = packed["one"].layout.digest
+        before = SQUARES.get(kind, "")
         requests = [
-            pictured([text(2, 0), "b", text(3, 1)], max_tokens=4),
-            pictured([text(4, 2), "a", "c"], adapter=digest, max_tokens=4),
-            pictured(["c", text(25, 3)], max_tokens=3),
+            pictured([text(2, 0), before + "b", text(3, 1)], max_tokens=4),
+            pictured([text(4, 2), before + "a", before + "c"], adapter=digest, max_tokens=4),
+            pictured([before + "c", text(25, 3)], max_tokens=3),
             pictured([text(6, 4)], max_tokens=3),
         ]
 

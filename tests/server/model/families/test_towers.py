@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from transformers import LlavaForConditionalGeneration
 from transformers.vision_utils import get_vision_position_ids, get_vision_window_index
 
 from loraplex.launcher.known_models import served_families
@@ -23,7 +24,8 @@ from loraplex.server.model.tower.geometry import patch_places, window_table
 from loraplex.server.model.tower.tower import Tower
 from loraplex.server.model.weights import load_tower
 from tests.server.model.driver import Driver, engine_config
-from tests.server.model.families.pictured import KINDS, PICTURES, SQUARE, make_pictured
+from tests.server.model.families.pictured import PICTURES, SQUARES, make_pictured
+from tests.server.model.families.pictured import llava as llava_config
 from tests.server.model.hub_models import SIZES, random_model, save_model
 
 FAMILIES = served_families()
@@ -150,13 +152,13 @@ def test_layers_and_rows_that_llava_reads(layer: Any, strategy: str, layers: int
 @pytest.mark.parametrize("layer", [-2, -1, 1])
 def test_features_are_those_of_transformers(layer: int, strategy: str, tmp_path: Path) -> None:
     def config(**text: Any) -> Any:
-        made = KINDS["llava"][0](**text)
-        made.vision_feature_layer, made.vision_feature_select_strategy = layer, strategy
+        made = llava_config(strategy, **text)
+        made.vision_feature_layer = layer
         return made
 
-    model: Any = random_model(config, KINDS["llava"][1], **SIZES)
+    model: Any = random_model(config, LlavaForConditionalGeneration, **SIZES)
     read = read_config(save_model(model, tmp_path)).pictures
-    picture = PICTURES[SQUARE + "a"]
+    picture = PICTURES[SQUARES["llava"] + "a"]
     assert read is not None
     tower = Tower(read, load_tower(tmp_path, read_config(tmp_path), torch.float32, CPU), CPU)
     passing = tower.begin(picture.patches, picture.grid)
@@ -183,6 +185,18 @@ def changed(folder: Path, to: Path, rename: dict[str, str], **more: torch.Tensor
     save_file({**tensors, **more}, to / "model.safetensors", {"format": "pt"})
     (to / "config.json").write_text((folder / "config.json").read_text())
     return to
+
+
+def test_older_names_of_llavas_encoder(tmp_path: Path) -> None:
+    new = save_model(make_pictured("llava", num_hidden_layers=1), tmp_path / "new")
+    model = read_config(new)
+    (tmp_path / "old").mkdir()
+    rename = {"vision_tower.": "vision_tower.vision_model."}
+    beside = {"vision_tower.vision_model.embeddings.position_ids": torch.arange(17)[None]}
+    old = changed(new, tmp_path / "old", rename, **beside)
+    first, again = (load_tower(each, model, torch.float32, CPU) for each in (new, old))
+    assert torch.equal(first.body.embed, again.body.embed)
+    assert torch.equal(first.first.dequantised(), again.first.dequantised())
 
 
 def test_both_spellings_of_names(folder: Path, tmp_path: Path) -> None:

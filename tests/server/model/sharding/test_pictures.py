@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.model.families.pictured import Pictured, pictured, text
+from tests.server.model.families.pictured import Pictured, text
 from tests.server.model.sharding.processes import GroupDriver
 
 pytestmark = [
@@ -14,14 +14,17 @@ pytestmark = [
 ]
 
 
-def test_each_process_reads_every_picture(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "llava"])
+def test_each_process_reads_every_picture(kind: str, tmp_path: Path) -> None:
     make = partial(GroupDriver, shards=2, meeting=tmp_path / "meeting")
-    served = Pictured(tmp_path / "base", make, shards=2)
+    served = Pictured(tmp_path / "base", make, shards=2, kind=kind)
     engine = served.engine(max_step_tokens=24)
     requests = [
-        pictured([text(3, 0), "a", text(2, 1), "b"], adapter=served.digest("two"), max_tokens=3),
-        pictured([text(5, 2), "a", text(1, 3)], adapter=served.digest("one"), max_tokens=3),
-        pictured([text(4, 4), "e", text(2, 5)], max_tokens=3),
+        served.pictured(
+            [text(3, 0), "a", text(2, 1), "b"], adapter=served.digest("two"), max_tokens=3
+        ),
+        served.pictured([text(5, 2), "a", text(1, 3)], adapter=served.digest("one"), max_tokens=3),
+        served.pictured([text(4, 4), "e", text(2, 5)], max_tokens=3),
     ]
     keys = {engine.submit(request): request for request in requests}
     engine.run()

@@ -1,0 +1,65 @@
+"""Images by HTTP with LLaVA: answers about them are transformers' and PEFT's, token by token."""
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.llava_model import ADAPTER, IMAGE, LlavaOracle, save_llava
+from tests.e2e.picture_model import data_url
+from tests.e2e.serving import start_serving
+from tests.e2e.test_images import FILES, parts
+
+pytestmark = [pytest.mark.exhaustive, pytest.mark.filterwarnings("ignore")]
+TIMEOUT_S, MOST = 240, 12
+# transformers takes no placeholder that was drawn.
+BIAS = {str(IMAGE): -100}
+CHATS = [
+    ("", ["square", "What is this?"]),
+    (ADAPTER, ["square", "What is this?"]),
+    (ADAPTER, ["Two:", "wide", "and", "clear", "differ how?"]),
+    ("", ["turned", "grey", "wide", "!"]),
+    (ADAPTER, ["no image at all"]),
+    ("", ["square", "What is this?"]),  # a hit of the prefix cache
+    ("", ["wide", "What is this?"]),
+]
+
+
+def test_chats_and_markdown_are_those_of_transformers(tmp_path: Path) -> None:
+    save_llava(tmp_path)
+    oracle = LlavaOracle(tmp_path)
+    serving = start_serving(
+        *(str(tmp_path / "base"), "--device", "cpu", "--dtype", "float32"),
+        *("--adapter-root", str(tmp_path), "--cache-dir", str(tmp_path / "cache")),
+        *("--adapter", f"{ADAPTER}=local:{tmp_path / ADAPTER}"),
+        log=tmp_path / "log",
+    )
+
+    def post(path: str, body: dict[str, Any]) -> Any:
+        answer = httpx.post(f"{serving.url}{path}", json=body, timeout=TIMEOUT_S)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    try:
+        for model, content in CHATS:
+            sent, read, files = parts(*content)
+            body = {"messages": [{"role": "user", "content": sent}], "max_tokens": MOST}
+            body |= {"model": model, "temperature": 0, "logit_bias": BIAS}
+            found = post("/v1/chat/completions", body | {"return_token_ids": True})
+            prompt, answer = oracle.answer(oracle.chat(read), files, adapted=bool(model), most=MOST)
+            assert found["prompt_token_ids"] == prompt, content
+            assert found["choices"][0]["token_ids"] == answer, content
+        for adapter in (None, ADAPTER):
+            marked = f"![]({data_url(FILES['wide'])})\nWhat?"
+            wishes = {"max_new_tokens": MOST, "details": True, "adapter_id": adapter}
+            generated = post("/generate", {"inputs": marked, "parameters": wishes})
+            prompt, answer = oracle.answer(
+                "<image>\nWhat?", [FILES["wide"]], adapted=adapter is not None, most=MOST
+            )
+            details = generated["details"]
+            assert details["prompt_tokens"] == len(prompt)
+            assert [token["id"] for token in details["tokens"]] == answer
+    finally:
+        serving.process.terminate()
+        assert serving.process.wait(timeout=TIMEOUT_S) == 0

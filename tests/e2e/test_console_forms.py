@@ -12,7 +12,7 @@ import httpx
 import jsonschema
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, BrowserContext, Page, Route, expect
+from playwright.sync_api import Browser, BrowserContext, FilePayload, Page, Route, expect
 
 from tests.e2e.browsing import STEP_MS, chromium, console_pages, forget
 from tests.e2e.serving import Serving
@@ -218,13 +218,12 @@ def choose_images(page: Page) -> None:
     """Chooses two images, and a file that is none."""
     with page.expect_file_chooser() as chooser:
         page.get_by_role("button", name="Add images").click()
-    chooser.value.set_files(
-        [
-            {"name": "small.png", "mimeType": "image/png", "buffer": SMALL},
-            {"name": "false.png", "mimeType": "image/png", "buffer": b"text"},
-            {"name": "wide.jpg", "mimeType": "image/jpeg", "buffer": WIDE},
-        ]
-    )
+    files = [
+        FilePayload(name="small.png", mimeType="image/png", buffer=SMALL),
+        FilePayload(name="false.png", mimeType="image/png", buffer=b"text"),
+        FilePayload(name="wide.jpg", mimeType="image/jpeg", buffer=WIDE),
+    ]
+    chooser.value.set_files(files)
     expect(page.get_by_role("img", name="wide.jpg")).to_be_visible()
 
 

@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from peft import LoraConfig, PeftModel
@@ -68,7 +68,7 @@ def qwen25(**text: Any) -> Qwen2_5_VLConfig:
     return Qwen2_5_VLConfig(text_config=text, vision_config=vision, **_IDS)
 
 
-def llava(strategy: str, **text: Any) -> LlavaConfig:
+def llava(strategy: Literal["default", "full"], **text: Any) -> LlavaConfig:
     vision = {key: VISION[key] for key in ("hidden_size", "intermediate_size", "patch_size")}
     vision |= {"num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 4 * PATCH}
     vision |= {"model_type": "clip_vision_model", "initializer_range": 0.15}

@@ -8,6 +8,7 @@ calls it: the whole model, the inner one, or the text model within a larger one.
 import re
 from collections import Counter
 from collections.abc import Iterable
+from functools import cache
 from typing import Literal
 
 import msgspec
@@ -332,8 +333,15 @@ def meant_by_any(path: str) -> str | None:
     return next((path for path in found if path is not None), None)
 
 
+@cache
+def _spelled_tables() -> tuple[tuple[str, str], ...]:
+    """Every model's whole names of its tables, after a dot, and their short names."""
+    tables = ((_BODY + _EMBEDDING, _EMBEDDING), (_OUTPUT, _OUTPUT))
+    found = ((f".{naming.spelled(path)}", table) for naming in NAMINGS for path, table in tables)
+    return tuple(dict.fromkeys(found))
+
+
 def table_of(name: str) -> str | None:
     """The short name of the table that some model calls so. name: whole, or its end."""
-    tables = ((_BODY + _EMBEDDING, _EMBEDDING), (_OUTPUT, _OUTPUT))
-    of_each = ((naming.spelled(path), table) for naming in NAMINGS for path, table in tables)
-    return next((table for own, table in of_each if f".{own}".endswith(f".{name}")), None)
+    end = f".{name}"
+    return next((table for own, table in _spelled_tables() if own.endswith(end)), None)

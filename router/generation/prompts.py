@@ -101,7 +101,7 @@ async def _chat_prompt(
         raise error.spelled(_CHAT_FIELDS.get(call.api, {})) from error
     text = found.text
     prompt = await model.turns.run(len(text), lambda: _encode(call, model, text, _PARAM[call.api]))
-    prompt = _with_pictures(call, model, prompt, pictures)
+    prompt = await _with_pictures(call, model, prompt, pictures)
     return msgspec.structs.replace(prompt, rendered=found)
 
 
@@ -116,10 +116,10 @@ async def _marked_prompt(
     )
     pictures = await reader.read(given, model, vision)
     prompt = await model.turns.run(len(text), lambda: _encode(call, model, text, _PARAM[call.api]))
-    return _with_pictures(call, model, prompt, pictures)
+    return await _with_pictures(call, model, prompt, pictures)
 
 
-def _with_pictures(
+async def _with_pictures(
     call: GenerationCall, model: TextModel, prompt: Prompt, pictures: list[Picture]
 ) -> Prompt:
     """Gives each picture its tokens in a prompt that has one place for each. Raises RequestError
@@ -132,8 +132,13 @@ def _with_pictures(
     if _kept(call, model, len(prompt.ids) + sum(lengths) - len(lengths)) != slice(None):
         message = "a prompt with images is not cut"
         raise RequestError("unsupported", message, param=_PARAM[call.api])
+
+    def put() -> tuple[list[int], list[str], list[int]]:
+        return placed(prompt.ids, prompt.parts, lengths, vision)
+
     try:
-        ids, parts, starts = placed(prompt.ids, prompt.parts, lengths, vision)
+        # A small file may say that it is large, and is many tokens then.
+        ids, parts, starts = await model.turns.run(len(prompt.ids) + sum(lengths), put)
     except ValueError as error:
         message = f"{error}: a text spells an image's token, or the chat template leaves images out"
         raise RequestError("invalid", message, param=_PARAM[call.api]) from None

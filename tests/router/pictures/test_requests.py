@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
+from loraplex.router.api.request.pictures import placed
+from loraplex.router.generation import prompts
 from loraplex.router.pictures.fetcher import PictureFetcher
 from loraplex.server.protocol import (
     MAX_PICTURE_BYTES,
@@ -31,6 +34,7 @@ from tests.router.pictures.seeing import (
     seeing_card,
 )
 from tests.router.serving import Running, running_router
+from tests.server.pictures.files import written
 
 
 @pytest.fixture
@@ -226,6 +230,23 @@ async def test_a_model_that_reads_none_refuses(tmp_path: Path) -> None:
         marked = await router.client.post("/generate", json={"inputs": inputs})
         assert marked.status_code == 200
         assert blind.requests[-1].prompt_ids == ids_of(inputs)
+
+
+async def test_many_tokens_are_placed_beside_the_event_loop(
+    router: Running, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+
+    def spied(*arguments: Any) -> Any:
+        threads.append(threading.current_thread())
+        return placed(*arguments)
+
+    monkeypatch.setattr(prompts, "placed", spied)
+    large = written("PNG", "L", 980, 980)
+    answer = await chat(router, [chat_part(data_url(large))] * 16)
+    assert "the model's context is 512 tokens" in answer.json()["error"]["message"]
+    assert (await chat(router, [chat_part(data_url(SMALL))])).status_code == 200
+    assert [thread is threading.main_thread() for thread in threads] == [False, True]
 
 
 async def test_images_of_a_request_have_room_together(

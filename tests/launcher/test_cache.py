@@ -47,6 +47,7 @@ def python(folder: Path, *words: str) -> str:
     return done.stdout.strip().splitlines()[-1]
 
 
+@pytest.mark.exhaustive
 def test_a_second_machine_compiles_nothing(tmp_path: Path) -> None:
     first, second, file = tmp_path / "first", tmp_path / "second", str(tmp_path / "kernels.tar.gz")
     compiled, hits = map(int, python(first, "-c", COMPILES).split())

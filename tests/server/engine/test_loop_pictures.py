@@ -84,7 +84,8 @@ def test_what_fails_ends_alone() -> None:
         engine.worker.send(PictureFailed("a", "no picture"))
         engine.worker.send(EncodePicture("c", GRIDS["c"], "of c", 4, PICTURES.columns))
         assert engine.worker.expect(PictureTaken).error == "it is bad"
-        for key, message in ((1, "no picture"), (2, "it is bad")):
+        ends = ((1, "invalid_image", "no picture"), (2, "internal", "it is bad"))
+        for key, error, message in ends:
             assert engine.worker.answer(key) == []
             last = engine.worker.events[key][-1]
-            assert (last.error, last.message) == ("invalid_image", message)
+            assert (last.error, last.message) == (error, message)

@@ -76,14 +76,24 @@ class Embedded:
 @dataclass(frozen=True, slots=True)
 class Pictured:
     """Results of pictures, in place of some tokens' embeddings. places: int64 `[n]`, of the tokens
-    in the batch. rows: int64 `[n]`, of each in `results`, `[rows, hidden]`."""
+    in the batch. results: `[n, parts * hidden]`: those, then what each first layer adds."""
 
     places: torch.Tensor
-    rows: torch.Tensor
     results: torch.Tensor
 
     def into(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden.index_copy(0, self.places, self.results.index_select(0, self.rows))
+        return hidden.index_copy(0, self.places, self._part(hidden, 0))
+
+    def reaches(self, hidden: torch.Tensor, layer: int) -> bool:
+        """Whether something is added to what the layer gives. hidden: `[tokens, hidden]`."""
+        return (layer + 1) * hidden.shape[1] < self.results.shape[1]
+
+    def onto(self, hidden: torch.Tensor, layer: int) -> torch.Tensor:
+        return hidden.index_add(0, self.places, self._part(hidden, layer + 1))
+
+    def _part(self, hidden: torch.Tensor, number: int) -> torch.Tensor:
+        size = hidden.shape[1]
+        return self.results[:, number * size : (number + 1) * size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +222,9 @@ class Decoder(Generic[P, L, Y]):
                 meanwhile()
             if number < last:
                 normed, stream = self.after_mixer(number, mixed, stream, lora, normed)
+                if pictured is not None and pictured.reaches(stream.hidden, mixer.layer):
+                    stream = stream._replace(hidden=pictured.onto(stream.hidden, mixer.layer))
+                    normed = self._normed(self._mixing[number + 1], stream.hidden, lora)
         return mixed, stream
 
     def mix(self, plan: P, number: int, products: Sequence[Y]) -> torch.Tensor:

@@ -381,7 +381,7 @@ class TorchExecutor:
         if step.results is None or self._pictures is None:
             return None
         places, rows = to_device(np.stack(step.results), self.device)
-        return Pictured(places, rows, self._pictures.results)
+        return Pictured(places, self._pictures.results.index_select(0, rows))
 
     def _draw(
         self, rows: ToDraw, places: np.ndarray, chosen: np.ndarray, token_ids: torch.Tensor

@@ -220,12 +220,24 @@ class ModelWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class DeepMergerWeights:
+    """Weights of a DeepMergerSpec."""
+
+    norm: Norm
+    first: Linear
+    last: Linear
+
+
+@dataclass(frozen=True, slots=True)
 class TowerWeights:
     """Weights of an encoder of pictures. body: `embed` is the matrix of patches, `[hidden,
-    columns]`, and `lm_head` the merger's last one. first: the merger's other matrix."""
+    columns]`, and `lm_head` the merger's last one. first: the merger's other matrix. bias: of
+    patches; None = there is none. deep: by the tower's layer."""
 
     body: ModelWeights
     first: Linear
+    bias: torch.Tensor | None
+    deep: dict[int, DeepMergerWeights]
 
 
 def load_weights(
@@ -293,13 +305,20 @@ def load_tower(
     forms = stored_forms(tower, stored_tensors(shards))
     source = WeightSource(shards, forms, dtype, device, packed=False, at_load=None)
     patches = source.get(embedding.tensor).flatten(1)
+    bias = source.get(f"{embedding.path}.bias") if embedding.bias else None
     beside = _load_embedding(source, embedding)
     if embedding.first and beside.positions is not None:
         beside.positions[0] += source.get(embedding.first)
     layers = tuple(_load_layer(source, tower, index) for index in range(tower.num_layers))
     last, norm = source.linear(merger.linear), _norm(source, tower.norm)
     body = ModelWeights(patches, layers, norm, last, {}, beside)
-    return TowerWeights(body, source.linear(merger.first))
+    deep = {
+        each.layer: DeepMergerWeights(
+            _norm(source, each.norm), source.linear(each.first), source.linear(each.linear)
+        )
+        for each in merger.deep
+    }
+    return TowerWeights(body, source.linear(merger.first), bias, deep)
 
 
 def _load_dense(folder: Path, device: torch.device) -> tuple[VectorDense, ...]:

@@ -217,7 +217,7 @@ def picture_limits(
     if pictures is None or not engine.picture_memory:
         return None
     tower, side = pictures.tower, pictures.merger.side
-    block = model.hidden_size * ITEM_BYTES[engine.dtype] * _BLOCK_TOKENS
+    block = pictures.result_size * ITEM_BYTES[engine.dtype] * _BLOCK_TOKENS
     blocks = engine.picture_memory // block
     if not blocks:
         raise ConfigError(
@@ -237,7 +237,7 @@ def picture_limits(
         chunk=_CHUNK_PATCHES if engine.device == "cuda" else 1,
         grid=pictures.grid,
         added=pictures.added,
-        is_flat=pictures.sections is None,
+        is_flat=pictures.axes is None,
     )
 
 
@@ -251,8 +251,9 @@ def pictures_bytes(model: ModelSpec, engine: EngineConfig) -> int:
     tower, item = model.pictures.tower, ITEM_BYTES[engine.dtype]
     inner = max(_inner_width(layer, tower.hidden_size) for layer in tower.layers)
     # The stream, its norm, q, k and v, these by windows, what is attended, a product and a sum;
-    # rotated q and k in float32.
+    # rotated q and k in float32. Results of deep mergers wait for the last layer.
     widths = (14 * tower.hidden_size + inner) * item + 4 * tower.hidden_size * 4
+    widths += 2 * model.pictures.result_size * item // limits.side**2
     patches = limits.most_tokens * limits.side**2
     return engine.picture_memory + patches * (widths + 2 * limits.columns * item)
 
@@ -280,7 +281,7 @@ def _rotation_bytes(model: ModelSpec, engine: EngineConfig, context: int) -> int
     kinds = {(of.rope, of.head_dim) for of in model.attentions.values()}
     turned = sum(rope.rotary_dim or head for rope, head in kinds if rope is not None)
     forms = 1 if model.within(context).short_context is None else 2
-    is_flat = model.pictures is None or model.pictures.sections is None
+    is_flat = model.pictures is None or model.pictures.axes is None
     of_step = 0 if is_flat else engine.max_step_tokens + MOST_PADDING
     return (forms * context + of_step) * turned * 4
 

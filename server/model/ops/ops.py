@@ -186,7 +186,7 @@ class StepLayout:
     position within it, and the snapshot of the states that the tokens before the position leave.
     replays: int64 `[slices]`, on the host: tokens of its row's last draft that a state takes first;
     None = no slice has any. turns: int64 `[3, tokens]`, on the device: where tokens lie by time, by
-    height and by width, which turn sections of their heads (`PictureSpec.sections`); None = all
+    height and by width, which turn pairs of their heads (`PictureSpec.axes`); None = all
     three are the positions.
     """
 

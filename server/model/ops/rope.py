@@ -50,12 +50,11 @@ def cos_sin(
 
 
 class Sections:
-    """Pairs of heads that turn by time, by height and by width, one section behind the other."""
+    """Pairs of heads that turn by time, by height or by width."""
 
-    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
-        """sizes: pairs of each section."""
-        counts = torch.tensor(sizes, device=device)
-        self._of_pair = torch.arange(len(sizes), device=device).repeat_interleave(counts)
+    def __init__(self, axes: Sequence[int], device: torch.device) -> None:
+        """axes: as of PictureSpec."""
+        self._of_pair = torch.tensor(axes, device=device)
 
     def positions(self, turns: torch.Tensor) -> torch.Tensor:
         """By what each pair of each token turns: `[3, tokens]` -> `[tokens, pairs]`."""
@@ -64,8 +63,8 @@ class Sections:
 
 def sections_of(model: ModelSpec, device: torch.device) -> Sections | None:
     """The sections of a model whose pictures turn by three parts; None for others."""
-    sizes = None if model.pictures is None else model.pictures.sections
-    return None if sizes is None else Sections(sizes, device)
+    axes = None if model.pictures is None else model.pictures.axes
+    return None if axes is None else Sections(axes, device)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rope: RopeSpec) -> torch.Tensor:

@@ -302,6 +302,11 @@ class HeadSpec(msgspec.Struct, frozen=True):
     def linears(self) -> tuple[LinearSpec, ...]:
         return (self.linear,)
 
+    def tensors(self) -> Tensors:
+        """Names and shapes of what the checkpoint holds."""
+        for linear in self.linears:
+            yield from linear.tensors()
+
 
 class ModelSpec(msgspec.Struct, frozen=True):
     """A decoder. dtype: as the checkpoint names that of its weights.
@@ -484,8 +489,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
         if self.biases is not None:
             heads = self.layers[0].attention.num_heads
             shapes[self.biases.tensor] = self.biases.buckets, heads
-        for linear in () if self.head.tied else self.head.linears:
-            shapes.update(linear.tensors())
+        if not self.head.tied:
+            shapes.update(self.head.tensors())
         if self.classes is not None and self.own_score is not None:
             shapes.update(self.own_score.tensors(len(self.classes.labels), self.output_size))
         for index, layer in enumerate(self.layers):

@@ -1,59 +1,91 @@
 """The part of a model that reads pictures: an encoder of patches, whose results stand in place of
 tokens. Pure."""
 
+from itertools import chain
+
 import msgspec
 
 from loraplex.server.model.spec.linear_spec import LinearSpec, Tensors
-from loraplex.server.model.spec.model_spec import Activation, EmbeddingSpec, HeadSpec, ModelSpec
+from loraplex.server.model.spec.model_spec import (
+    Activation,
+    EmbeddingSpec,
+    HeadSpec,
+    ModelSpec,
+    NormSpec,
+)
 from loraplex.server.protocol import Grid
 
 
 class PatchSpec(EmbeddingSpec, frozen=True):
     """A product of patches in place of a table: `[patches, vocab_size] -> [patches, size]`. The
     checkpoint has its matrix, `[size, vocab_size]`, as the kernel of a convolution. kernel: shape
-    of that but for `size`. first: the tensor of a row before all patches; "" = there is none.
-    positions: of that row and each patch, where every picture has one grid."""
+    of that but for `size`. bias: of the product. first: the tensor of a row before all patches; ""
+    = there is none. positions: of that row and each patch, where every picture has one grid; else a
+    square, between whose vectors a patch's place lies: their corners lie upon the picture's."""
 
     kernel: tuple[int, ...] = ()
+    bias: bool = False
     first: str = ""
 
     def tensors(self) -> Tensors:
         """Names and shapes of what the checkpoint holds."""
         yield self.tensor, (self.size, *self.kernel)
         yield from tuple(EmbeddingSpec.tensors(self))[1:]
+        if self.bias:
+            yield f"{self.path}.bias", (self.size,)
         if self.first:
             yield self.first, (self.size,)
+
+
+class DeepMergerSpec(msgspec.Struct, frozen=True):
+    """A merger of what a layer of the tower gives, as `MergerSpec`, which norms the features of a
+    token's patches together. Layers of the text part take its results, the first one those of the
+    first merger: each adds them to what it gives for tokens of pictures. layer: 0-based.
+    """
+
+    layer: int
+    norm: NormSpec
+    first: LinearSpec
+    linear: LinearSpec
 
 
 class MergerSpec(HeadSpec, frozen=True, kw_only=True):
     """A head that makes one token of `side * side` normed patches: `linear(activation(first(x)))`
     of their features one behind the other. reads_stream: patches are as the last layer leaves
-    them, without a norm. skipped: rows before those of patches that make no token."""
+    them, without a norm. skipped: rows before those of patches that make no token. deep: mergers of
+    earlier layers, in their order."""
 
     first: LinearSpec
     activation: Activation = "gelu"
     side: int = 2
     reads_stream: bool = False
     skipped: int = 0
+    deep: tuple[DeepMergerSpec, ...] = ()
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
-        return self.first, self.linear
+        of_deep = ((each.first, each.linear) for each in self.deep)
+        return self.first, self.linear, *chain.from_iterable(of_deep)
+
+    def tensors(self) -> Tensors:
+        yield from HeadSpec.tensors(self)
+        for each in self.deep:
+            yield from each.norm.tensors()
 
 
 class PictureSpec(msgspec.Struct, frozen=True):
     """How a model reads pictures. tower: the encoder, of a PatchSpec, layers and a MergerSpec. Its
     attention has no window where a patch sees all patches of its picture; else it sees those of its
     window, a square of `window * window` tokens; 0 = no layer has one. token_id: the placeholder of
-    a picture's token. sections: pairs of each head's features that turn by time, by height and by
-    width; None = all turn by the position. grid: of every picture; None = the tower takes any.
-    added: tokens of a picture beside those of its patches.
+    a picture's token. axes: for each pair of a head's features by what it turns, 0 = time, 1 =
+    height, 2 = width; None = all turn by the position. grid: of every picture; None = the tower
+    takes any. added: tokens of a picture beside those of its patches.
     """
 
     tower: ModelSpec
     token_id: int
     window: int = 0
-    sections: tuple[int, int, int] | None = None
+    axes: tuple[int, ...] | None = None
     grid: Grid | None = None
     added: int = 0
 
@@ -68,6 +100,11 @@ class PictureSpec(msgspec.Struct, frozen=True):
         embedding = self.tower.embedding
         assert isinstance(embedding, PatchSpec)
         return embedding
+
+    @property
+    def result_size(self) -> int:
+        """Features of a token's result: those of the merger, then those of each deep one."""
+        return (1 + len(self.merger.deep)) * self.merger.linear.out_features
 
     @property
     def columns(self) -> int:

@@ -19,6 +19,21 @@ def patch_places(grid: Grid, side: int) -> np.ndarray:
     return places.transpose(0, 1, 3, 2, 4).reshape(2, -1)
 
 
+def table_taps(grid: Grid, side: int, table_side: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of a table of `table_side * table_side` positions that each patch lies between, int64
+    `[4, patches]`, and their factors, float32 of the same shape. grid: as of `patch_places`."""
+    taps = []
+    for places, size in zip(patch_places(grid, side), grid[1:], strict=True):
+        exact = places.astype(np.float32) * (table_side - 1) / max(size - 1, 1)
+        low = np.floor(exact)
+        both = np.stack((low, np.minimum(low + 1, table_side - 1))).astype(np.int64)
+        nearer = 1 - (exact - low)
+        taps.append((both, np.stack((nearer, 1 - nearer))))
+    (rows, of_rows), (columns, of_columns) = taps
+    found = (rows[:, None] * table_side + columns).reshape(4, -1)
+    return found, (of_rows[:, None] * of_columns).reshape(4, -1)
+
+
 def window_table(grid: Grid, side: int, window: int) -> np.ndarray:
     """Patches of each window of `window * window` tokens, int64 `[windows, most]`; -1 fills up
     those at the picture's edges, which may be smaller.

@@ -42,8 +42,8 @@ class EncodeTicket(NamedTuple):
 class PictureStore:
     """The tower, its pictures and their results.
 
-    results: `[num_blocks * block_tokens, hidden]`, in the model's dtype. Pictures pass the tower
-    one after the other, in the order of their start.
+    results: `[num_blocks * block_tokens, PictureSpec.result_size]`, in the model's dtype. Pictures
+    pass the tower one after the other, in the order of their start.
     """
 
     def __init__(self, pictures: PictureSpec, weights: TowerWeights, limits: PictureLimits) -> None:
@@ -53,8 +53,8 @@ class PictureStore:
         self._limits = limits
         self._tower = Tower(pictures, weights, self._device)
         rows = limits.num_blocks * limits.block_tokens
-        hidden = pictures.merger.linear.out_features
-        self.results = torch.zeros(rows, hidden, dtype=self._dtype, device=self._device)
+        shape = rows, pictures.result_size
+        self.results = torch.zeros(shape, dtype=self._dtype, device=self._device)
         self._threads = ThreadPoolExecutor(1, "picture-reader")
         self._stream = torch.cuda.Stream() if embed.is_cuda else None
         self._coming: deque[_Coming] = deque()

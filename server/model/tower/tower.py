@@ -3,12 +3,13 @@
 It runs a few layers at a time, so that steps come in between.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from loraplex.server.model.decoder import Decoder, Stream
+from loraplex.server.model.linear.linear import Linear
 from loraplex.server.model.lora.sites import Sites
 from loraplex.server.model.ops.pointwise import activated
 from loraplex.server.model.spec.picture_spec import PictureSpec
@@ -20,12 +21,14 @@ from loraplex.server.model.weights import TowerWeights
 @dataclass(slots=True)
 class TowerPass:
     """One picture on its way through the layers. normed: what the next layer reads, `[rows,
-    hidden]` of patches and what stands before them. done: layers behind it.
+    hidden]` of patches and what stands before them. deep: results of deep mergers, `[tokens, hidden
+    of the text part]`. done: layers behind it.
     """
 
     plan: TowerPlan
     normed: torch.Tensor
     stream: Stream
+    deep: list[torch.Tensor] = field(default_factory=list)
     done: int = 0
 
 
@@ -48,8 +51,11 @@ class Tower:
     def begin(self, patches: torch.Tensor, grid: Grid) -> TowerPass:
         """Embed a picture's patches, `[patches, columns]` in the model's dtype."""
         body = self._weights.body
-        hidden, beside = torch.nn.functional.linear(patches, body.embed), body.embedding
-        if beside.positions is not None:
+        hidden = torch.nn.functional.linear(patches, body.embed, self._weights.bias)
+        beside = body.embedding
+        if beside.positions is not None and self._spec.grid is None:
+            hidden = hidden + self._ops.between(beside.positions, grid).to(hidden.dtype)
+        elif beside.positions is not None:
             before = len(beside.positions) - len(hidden)
             hidden = torch.nn.functional.pad(hidden, (0, 0, before, 0)) + beside.positions
         if beside.norm is not None:
@@ -67,11 +73,22 @@ class Tower:
                 number, mixed, picture.stream, None
             )
             picture.done = number + 1
+            deep = self._weights.deep.get(number)
+            if deep is not None:
+                normed = self._ops.norm(self._by_token(picture.stream.hidden), deep.norm)
+                picture.deep.append(self._merged(normed, deep.first, deep.last))
 
     def tokens(self, picture: TowerPass) -> torch.Tensor:
-        """Make tokens of a picture behind all layers: `[tokens, hidden of the text part]`."""
-        merger, body = self._spec.merger, self._weights.body
+        """Make results of a picture behind all layers: `[tokens, PictureSpec.result_size]`."""
+        merger, last = self._spec.merger, self._weights.body.lm_head
         found = picture.stream.hidden if merger.reads_stream else picture.normed
-        merged = found[merger.skipped :].reshape(-1, merger.first.in_features)
-        inner = activated(self._weights.first.run(merged), merger.activation)
-        return body.lm_head.run(inner)
+        by_token = self._by_token(found[merger.skipped :])
+        result = self._merged(by_token, self._weights.first, last)
+        return torch.cat((result, *picture.deep), dim=1)
+
+    def _by_token(self, patches: torch.Tensor) -> torch.Tensor:
+        return patches.reshape(-1, self._spec.merger.first.in_features)
+
+    def _merged(self, patches: torch.Tensor, first: Linear, last: Linear) -> torch.Tensor:
+        """patches: `[tokens, features]`, as the first product takes them."""
+        return last.run(activated(first.run(patches), self._spec.merger.activation))

@@ -1,6 +1,7 @@
 """Operations of an encoder of pictures, in plain torch on every device."""
 
 from dataclasses import dataclass
+from math import isqrt
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from loraplex.server.model.ops.transfers import to_device
 from loraplex.server.model.ops.turned_heads import StepTurns, Turn, turned_heads
 from loraplex.server.model.spec.model_spec import AttentionSpec
 from loraplex.server.model.spec.picture_spec import PictureSpec
-from loraplex.server.model.tower.geometry import Grid, patch_places, window_table
+from loraplex.server.model.tower.geometry import Grid, patch_places, table_taps, window_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,15 @@ class TowerOps(TorchProducts):
         by_axis = [cos_sin(axis, inv_freq, 1.0) for axis in places]
         cos, sin = (torch.cat(both, dim=-1) for both in zip(*by_axis, strict=True))
         return {(attention.rope, attention.head_dim): (cos, sin)}
+
+    def between(self, table: torch.Tensor, grid: Grid) -> torch.Tensor:
+        """Vectors of patches' places, float32 `[patches, hidden]`. table: `[positions, hidden]`."""
+        taps = table_taps(grid, self._spec.merger.side, isqrt(len(table)))
+        rows, factors = (to_device(each, self._device) for each in taps)
+        found = table[rows[0]] * factors[0, :, None]
+        for row, factor in zip(rows[1:], factors[1:], strict=True):
+            found = found + table[row] * factor[:, None]
+        return found
 
     def _windows(self, grid: Grid) -> Windows | None:
         if not self._spec.window:

@@ -1,5 +1,7 @@
 """Vision cards for tests."""
 
+import msgspec
+
 from loraplex.server.protocol import VisionCard
 
 QWEN = VisionCard(
@@ -14,6 +16,14 @@ QWEN = VisionCard(
     token_id=151655,
     opens_id=151652,
     closes_id=151653,
+)
+QWEN3 = msgspec.structs.replace(
+    QWEN,
+    patch_size=16,
+    min_pixels=1 << 16,
+    max_pixels=1 << 24,
+    mean=(0.5, 0.5, 0.5),
+    std=(0.5, 0.5, 0.5),
 )
 
 CLIP = VisionCard(

@@ -4,6 +4,7 @@ import io
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -16,17 +17,18 @@ from loraplex.server.protocol import VisionCard, read_picture_head
 from loraplex.server.worker.pictures.decoding import outcome
 from loraplex.server.worker.pictures.jobs import DecodeJob
 from loraplex.server.worker.pictures.patches import write_patches
-from tests.server.pictures.cards import CLIP, QWEN
+from tests.server.pictures.cards import CLIP, QWEN, QWEN3
 from tests.server.pictures.files import MODES, written
 
 SMALL = msgspec.structs.replace(QWEN, max_pixels=50000)
+SMALL3 = msgspec.structs.replace(QWEN3, max_pixels=90000)
 # The second one's square is larger than some pictures, and black around them.
 CLIPS = {
     "usual": CLIP,
     "black": msgspec.structs.replace(CLIP, patch_size=8, shortest_edge=31, crop_size=56),
     "part": msgspec.structs.replace(CLIP, patch_size=8, shortest_edge=75, crop_size=40),
 }
-CARDS = {"small": SMALL, **CLIPS}
+CARDS = {"small": SMALL, "small3": SMALL3, **CLIPS}
 
 
 def patches_of(data: bytes, card: VisionCard) -> tuple[np.ndarray, tuple[int, int, int]]:
@@ -44,7 +46,8 @@ def expected(data: bytes, card: VisionCard) -> tuple[np.ndarray, tuple[int, ...]
     if card.rule == "clip":
         return expected_of_clip(picture, card)
     size = {"shortest_edge": card.min_pixels, "longest_edge": card.max_pixels}
-    processor = Qwen2VLImageProcessorPil(size=size)
+    colours: dict[str, Any] = {"image_mean": [*card.mean], "image_std": [*card.std]}
+    processor = Qwen2VLImageProcessorPil(size=size, patch_size=card.patch_size, **colours)
     made = processor(picture, return_tensors="np")
     return made["pixel_values"], tuple(made["image_grid_thw"][0])
 

@@ -10,8 +10,19 @@ from loraplex.server.model.families import family
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.families.readers.clip_towers import read_llava
 from loraplex.server.model.spec.linear_spec import LinearSpec, Part
-from loraplex.server.model.spec.model_spec import LayerSpec, ModelSpec, NormSpec, RopeSpec
-from loraplex.server.model.spec.picture_spec import MergerSpec, PatchSpec, PictureSpec
+from loraplex.server.model.spec.model_spec import (
+    LayerSpec,
+    ModelSpec,
+    NormSpec,
+    PositionTable,
+    RopeSpec,
+)
+from loraplex.server.model.spec.picture_spec import (
+    DeepMergerSpec,
+    MergerSpec,
+    PatchSpec,
+    PictureSpec,
+)
 
 VISION = "vision_config"
 _EPSILON = 1e-6
@@ -43,27 +54,45 @@ _QWEN25: dict[str, Any] = {
     "out_hidden_size": 3584,
     "fullatt_block_indexes": [7, 15, 23, 31],
 }
-_SECTIONS = [16, 24, 24]
+_QWEN3: dict[str, Any] = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "hidden_act": "gelu_pytorch_tanh",
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 3584,
+    "num_position_embeddings": 2304,
+    "deepstack_visual_indexes": [8, 16, 24],
+}
 _TOKEN = 151655
 _COLOURS = 3
 
 
 class _Encoder(NamedTuple):
-    """An encoder as a reader makes it. norm: of what the merger reads. window: as of
-    PictureSpec."""
+    """An encoder as a reader makes it. norm: of what the merger reads. positions,
+    bias: as of PatchSpec. window: as of PictureSpec."""
 
     sizes: family.ModelSizes
     layers: tuple[LayerSpec, ...]
     norm: NormSpec
     merger: MergerSpec
     window: int = 0
+    positions: PositionTable | None = None
+    bias: bool = False
 
 
 class _Kind(NamedTuple):
-    """A type's encoder. usual: values where `config.json` has none."""
+    """A type's encoder. usual: values where `config.json` has none. sections: such numbers of pairs
+    of a head's features that turn by time, by height and by width. takes_turns: the first pairs
+    turn by each in turn; else one section lies behind the other."""
 
     usual: Mapping[str, Any]
     read: Callable[[Fields, ModelSpec], _Encoder]
+    sections: tuple[int, int, int] = (16, 24, 24)
+    takes_turns: bool = False
 
 
 def read_pictures(config: Mapping[str, Any], text: ModelSpec, fields: Fields) -> PictureSpec | None:
@@ -98,7 +127,7 @@ def _read_qwen(
         tower=_tower(fields, encoder, text),
         token_id=token_id,
         window=encoder.window,
-        sections=_sections(config, text, fields),
+        axes=_axes(config, text, fields, kind),
     )
 
 
@@ -130,6 +159,40 @@ def _read_qwen25(fields: Fields, text: ModelSpec) -> _Encoder:
     layers = (_windowed_layer(sizes, None if n in whole else patches) for n in range(sizes.layers))
     norm = NormSpec("merger.ln_q", sizes.hidden, _EPSILON)
     return _Encoder(sizes, tuple(layers), norm, merger, window)
+
+
+def _read_qwen3(fields: Fields, text: ModelSpec) -> _Encoder:
+    """Qwen3-VL: as Qwen2-VL, with a table of positions and deep mergers."""
+    sizes = _sizes(fields, "hidden_size", fields.positive("intermediate_size"))
+    names = family.LayerNames(("attn.qkv",), "attn.proj", "mlp.linear_fc1", "mlp.linear_fc2")
+    layers = (_plain_layer(sizes, names),) * sizes.layers
+    merger = _merger(fields, "out_hidden_size", sizes, text, _fcs("merger"))
+    merger = replace(merger, deep=_deep(fields, merger, sizes, text))
+    positions = PositionTable("pos_embed", fields.positive("num_position_embeddings"))
+    norm = family.layer_norm("merger.norm", sizes)
+    return _Encoder(sizes, layers, norm, merger, positions=positions, bias=True)
+
+
+def _fcs(path: str) -> tuple[str, str]:
+    return f"{path}.linear_fc1", f"{path}.linear_fc2"
+
+
+def _deep(
+    fields: Fields, merger: MergerSpec, sizes: family.ModelSizes, text: ModelSpec
+) -> tuple[DeepMergerSpec, ...]:
+    layers = fields.config["deepstack_visual_indexes"]
+    known = isinstance(layers, list) and all(type(n) is int for n in layers)
+    if not known or layers != sorted({n for n in layers if 0 <= n < sizes.layers}):
+        fields.refuse(f"deepstack_visual_indexes must be layers in their order, got {layers!r}")
+        return ()
+    if len(layers) >= text.num_layers:
+        fields.refuse(f"deepstack_visual_indexes: the text part has {text.num_layers} layers")
+    merged, found = merger.first.in_features, []
+    for number, layer in enumerate(layers):
+        path = f"deepstack_merger_list.{number}"
+        norm = NormSpec(f"{path}.norm", merged, _EPSILON, kind="layer", bias=True)
+        found.append(DeepMergerSpec(layer, norm, *_products(merged, text, _fcs(path))))
+    return tuple(found)
 
 
 def _sizes(fields: Fields, width: str, inner: int) -> family.ModelSizes:
@@ -164,12 +227,19 @@ def _merger(
     if fields.positive(width) != text.hidden_size:
         fields.refuse(f"{width} must be that of the text part, {text.hidden_size}")
     side = fields.positive("spatial_merge_size")
-    merged = sizes.hidden * side**2
+    first, last = _products(sizes.hidden * side**2, text, names)
+    return MergerSpec(last, tied=False, first=first, side=side)
+
+
+def _products(
+    merged: int, text: ModelSpec, names: tuple[str, str]
+) -> tuple[LinearSpec, LinearSpec]:
+    """The products of a merger. merged: features of the patches of a token."""
     first, last = (
         LinearSpec("lm_head", merged, (Part(name, features),), "none", bias=True)
         for name, features in zip(names, (merged, text.hidden_size), strict=True)
     )
-    return MergerSpec(last, tied=False, first=first, side=side)
+    return first, last
 
 
 def _tower(fields: Fields, encoder: _Encoder, text: ModelSpec) -> ModelSpec:
@@ -177,9 +247,17 @@ def _tower(fields: Fields, encoder: _Encoder, text: ModelSpec) -> ModelSpec:
     colours = fields.positive("in_channels", fields.config.get("in_chans", _COLOURS))
     kernel = (colours, fields.positive("temporal_patch_size"), patch, patch)
     columns, hidden = kernel[0] * kernel[1] * patch * patch, encoder.sizes.hidden
+    of_patches = PatchSpec(
+        "patch_embed.proj",
+        columns,
+        hidden,
+        positions=encoder.positions,
+        kernel=kernel,
+        bias=encoder.bias,
+    )
     return ModelSpec(
         family=text.family,
-        embedding=PatchSpec("patch_embed.proj", columns, hidden, kernel=kernel),
+        embedding=of_patches,
         layers=encoder.layers,
         norm=encoder.norm,
         head=encoder.merger,
@@ -193,23 +271,29 @@ def _tower(fields: Fields, encoder: _Encoder, text: ModelSpec) -> ModelSpec:
     )
 
 
-def _sections(config: Mapping[str, Any], text: ModelSpec, fields: Fields) -> tuple[int, int, int]:
+def _axes(
+    config: Mapping[str, Any], text: ModelSpec, fields: Fields, kind: _Kind
+) -> tuple[int, ...]:
     inner = config.get("text_config") or config
     tables = (inner.get(key) for key in _ROPES)
     table = next((table for table in tables if isinstance(table, Mapping)), {})
-    sections = table.get("mrope_section", _SECTIONS)
+    sections = table.get("mrope_section", [*kind.sections])
     pairs = text.layers[0].attention.head_dim // 2
     known = isinstance(sections, list) and all(type(n) is int and n >= 0 for n in sections)
     if not known or len(sections) != 3 or sum(sections) != pairs:
         fields.refuse(f"mrope_section must be three numbers of {pairs} in all, got {sections!r}")
-        return pairs, 0, 0
-    time, height, width = sections
-    return time, height, width
+        return (0,) * pairs
+    if kind.takes_turns:
+        return tuple(n % 3 if n < 3 * sections[n % 3] else 0 for n in range(pairs))
+    return tuple(axis for axis, size in enumerate(sections) for _ in range(size))
 
 
+_QWEN3_KIND = _Kind(_QWEN3, _read_qwen3, sections=(24, 20, 20), takes_turns=True)
 _KINDS = {
     "qwen2_5_vl": _Kind(_QWEN25, _read_qwen25),
     "qwen2_vl": _Kind(_QWEN2, _read_qwen2),
+    "qwen3_vl": _QWEN3_KIND,
+    "qwen3_vl_moe": _QWEN3_KIND,
 }
 # Of encoders of other kinds.
 _READERS: dict[str, Callable[[Mapping[str, Any], ModelSpec, Fields], PictureSpec | None]] = {

@@ -28,6 +28,7 @@ def written(folder: Path, given: dict[str, Any], name: str = "preprocessor_confi
     "given",
     [
         {},
+        {"size": {"shortest_edge": 65536, "longest_edge": 16777216}, "image_std": [0.5, 0.5, 0.5]},
         {"min_pixels": 3136, "max_pixels": 12845056},
         {"size": {"shortest_edge": 1000, "longest_edge": 90000}},
         {"size": {"shortest_edge": 1000, "longest_edge": 90000}, "max_pixels": 80000},

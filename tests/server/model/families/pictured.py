@@ -17,6 +17,10 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
 )
 
 from loraplex.server.engine.executor import PictureIn
@@ -83,11 +87,24 @@ def llava(strategy: Literal["default", "full"], **text: Any) -> LlavaConfig:
     )
 
 
+def qwen3(config: Any = Qwen3VLConfig, **text: Any) -> Any:
+    vision = {**VISION, "out_hidden_size": text["hidden_size"], "num_position_embeddings": 25}
+    vision |= {"deepstack_visual_indexes": [0, 2]}
+    return config(text_config={**text, "head_dim": 16}, vision_config=vision, **_IDS)
+
+
+def qwen3_moe(**text: Any) -> Any:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    return qwen3(Qwen3VLMoeConfig, **text, **experts)
+
+
 KINDS: dict[str, tuple[Any, Any]] = {
     "llava": (partial(llava, "default"), LlavaForConditionalGeneration),
     "llava_full": (partial(llava, "full"), LlavaForConditionalGeneration),
     "qwen2_5_vl": (qwen25, Qwen2_5_VLForConditionalGeneration),
     "qwen2_vl": (qwen2, Qwen2VLForConditionalGeneration),
+    "qwen3_vl": (qwen3, Qwen3VLForConditionalGeneration),
+    "qwen3_vl_moe": (qwen3_moe, Qwen3VLMoeForConditionalGeneration),
 }
 
 

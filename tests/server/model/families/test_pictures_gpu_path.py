@@ -30,22 +30,22 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    ("backend", "kind"),
+    ("backend", "kind", "layers"),
     [
-        ("fa2", "qwen2_5_vl"),
-        pytest.param("fa3", "qwen2_5_vl", marks=pytest.mark.exhaustive),
-        pytest.param("fa2", "llava", marks=pytest.mark.exhaustive),
+        ("fa2", "qwen2_5_vl", 2),
+        ("fa2", "qwen3_vl", 3),
+        pytest.param("fa3", "qwen2_5_vl", 2, marks=pytest.mark.exhaustive),
+        pytest.param("fa2", "llava", 2, marks=pytest.mark.exhaustive),
     ],
 )
 def test_graphs_and_steps_outside(
-    backend: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    backend: str, kind: str, layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Decodes are in graphs, where their rows turn by an offset, and so are prompts behind
     pictures; steps with pictures are not."""
     adapters = {"one": LoraConfig(**LORA["one"])}
-    model, again = (
-        make_pictured(kind, num_hidden_layers=2, intermediate_size=48) for _ in range(2)
-    )
+    sizes = {"num_hidden_layers": layers, "intermediate_size": 48}
+    model, again = (make_pictured(kind, **sizes) for _ in range(2))
     packed = {"one": Packed(*pack(add_adapter(again, "one", adapters["one"], 1), "one"))}
     with small_pair(model, adapters, tmp_path, monkeypatch, backend=backend) as pair:
         digest = packed["one"].layout.digest

@@ -11,7 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import LlavaForConditionalGeneration
-from transformers.vision_utils import get_vision_position_ids, get_vision_window_index
+from transformers.vision_utils import (
+    get_vision_interpolation_indices_and_weights,
+    get_vision_position_ids,
+    get_vision_window_index,
+)
 
 from loraplex.launcher.known_models import served_families
 from loraplex.server.config import ConfigError
@@ -20,7 +24,7 @@ from loraplex.server.model.families.registry import read_model
 from loraplex.server.model.ops.memory import memory_table, picture_limits, weights_bytes
 from loraplex.server.model.spec.model_spec import ModelSpec
 from loraplex.server.model.spec.served_as import served_as
-from loraplex.server.model.tower.geometry import patch_places, window_table
+from loraplex.server.model.tower.geometry import patch_places, table_taps, window_table
 from loraplex.server.model.tower.tower import Tower
 from loraplex.server.model.weights import load_tower
 from tests.server.model.driver import Driver, engine_config
@@ -30,6 +34,7 @@ from tests.server.model.hub_models import SIZES, random_model, save_model
 
 FAMILIES = served_families()
 QWEN = FAMILIES["qwen2_5_vl"].config
+QWEN3 = FAMILIES["qwen3_vl"].config
 QWEN2 = FAMILIES["qwen2_vl"].config
 LLAVA = FAMILIES["llava"].config
 CPU = torch.device("cpu")
@@ -53,7 +58,8 @@ def test_qwen25_of_seven_billion_parameters() -> None:
     model = read_model(QWEN)
     pictures = model.pictures
     assert pictures is not None
-    assert (pictures.columns, pictures.window, pictures.sections) == (1176, 4, (16, 24, 24))
+    assert (pictures.columns, pictures.window) == (1176, 4)
+    assert pictures.axes == (0,) * 16 + (1,) * 24 + (2,) * 24
     assert (pictures.token_id, pictures.merger.side) == (151655, 2)
     windows = pictures.tower.windows
     assert [layer for layer, window in enumerate(windows) if window is None] == [7, 15, 23, 31]
@@ -64,7 +70,12 @@ def test_qwen25_of_seven_billion_parameters() -> None:
 
 @pytest.mark.parametrize(
     ("family", "columns", "parameters"),
-    [("qwen2_vl", 1176, 675.8e6), ("llava", 588, 311.9e6)],
+    [
+        ("qwen2_vl", 1176, 675.8e6),
+        ("qwen3_vl", 1536, 576.4e6),
+        ("qwen3_vl_moe", 1536, 538.5e6),
+        ("llava", 588, 311.9e6),
+    ],
 )
 def test_towers_without_windows(family: str, columns: int, parameters: float) -> None:
     model = read_model(FAMILIES[family].config)
@@ -72,6 +83,23 @@ def test_towers_without_windows(family: str, columns: int, parameters: float) ->
     assert (model.pictures.columns, model.pictures.window) == (columns, 0)
     assert set(model.pictures.tower.windows) == {None}
     assert parameters_of_tower(model) == pytest.approx(parameters, rel=0.001)
+
+
+def test_results_of_deep_mergers_lie_beside_those_of_the_last() -> None:
+    model = read_model(QWEN3)
+    pictures = model.pictures
+    assert pictures is not None
+    assert [each.layer for each in pictures.merger.deep] == [8, 16, 24]
+    assert pictures.result_size == 4 * 4096
+    assert pictures.axes == (0, 1, 2) * 20 + (0,) * 4
+    engine = engine_config(Path(), device="cuda", dtype="bfloat16")
+    limits = picture_limits(model, engine, 100_000)
+    assert limits is not None
+    assert limits.num_blocks == engine.picture_memory // (64 * 4 * 4096 * 2)
+
+
+def qwen3(**vision: Any) -> dict[str, Any]:
+    return {**QWEN3, "vision_config": {"out_hidden_size": 4096, **vision}}
 
 
 @pytest.mark.parametrize(
@@ -87,6 +115,9 @@ def test_towers_without_windows(family: str, columns: int, parameters: float) ->
         ({**QWEN2, "vision_config": {"embed_dim": 1000}}, "embed_dim must be a multiple of 4"),
         ({**QWEN2, "vision_config": {"hidden_size": 64}}, "hidden_size must be that of the text"),
         ({**QWEN2, "vision_config": {"hidden_act": "snake"}}, "hidden_act must be one of"),
+        (qwen3(deepstack_visual_indexes=[8, 27]), "must be layers in their order"),
+        (qwen3(deepstack_visual_indexes=[8, 1]), "must be layers in their order"),
+        (qwen3(depth=50, deepstack_visual_indexes=[*range(36)]), "the text part has 36 layers"),
         ({**QWEN, "vision_config": 3}, "vision_config must be a table"),
         (llava({"hidden_size": 1000}), "hidden_size must be a multiple of num_attention_heads"),
         (llava({"image_size": 337}), "image_size must be a multiple of patch_size"),
@@ -143,7 +174,7 @@ def test_layers_and_rows_that_llava_reads(layer: Any, strategy: str, layers: int
     assert pictures is not None
     added = int(strategy == "full")
     assert pictures.tower.num_layers == layers
-    assert (pictures.grid, pictures.added, pictures.sections) == ((1, 24, 24), added, None)
+    assert (pictures.grid, pictures.added, pictures.axes) == ((1, 24, 24), added, None)
     assert pictures.merger.skipped == 1 - added
 
 
@@ -234,6 +265,12 @@ def test_patches_lie_as_in_transformers(height: int, width: int, window: int) ->
     grid = (1, 2 * height, 2 * width)
     of = torch.tensor([grid])
     assert patch_places(grid, 2).T.tolist() == get_vision_position_ids(of, 2).tolist()
+    rows, factors = get_vision_interpolation_indices_and_weights(
+        of, 3 * window, align_corners=True, spatial_merge_size=2
+    )
+    own_rows, own_factors = table_taps(grid, 2, 3 * window)
+    assert own_rows.T.tolist() == rows.tolist()
+    assert own_factors.T.tolist() == factors.tolist()
     tokens, ends = get_vision_window_index(of, 2, window * 2 * 4, 4)
     patches = (tokens[:, None] * 4 + torch.arange(4)).flatten().numpy()
     expected = {frozenset(part) for part in np.split(patches, ends[1:-1].tolist())}

@@ -96,7 +96,7 @@ def _vision(folder: Path, pictures: PictureSpec, remarks: list[str]) -> VisionCa
     if not has_tower(read_shards(folder)):
         return None
     merged = (pictures.merger.side, pictures.token_id)
-    tower = TowerForm(pictures.columns, *merged, pictures.grid, pictures.added)
+    tower = TowerForm(pictures.columns, *merged, pictures.grid, pictures.pixels, pictures.added)
     try:
         return read_vision_card(folder, tower)
     except ValueError as error:

@@ -32,8 +32,9 @@ class VisionCard(msgspec.Struct, frozen=True):
     is repeated for them. merge_size: a square of so many by so many patches is one token.
     min_pixels, max_pixels: of the resized picture. mean, std: of red, green and blue, from 0 to 1.
     token_id: the placeholder of a token of a picture. opens_id, closes_id: the tokens around a
-    picture; None = there is none. By the rule `clip` the shorter side gets `shortest_edge` pixels,
-    and the model sees the middle square of `crop_size` pixels a side; else both are 0.
+    picture; None = there is none. By the rule `clip` the shorter side gets `shortest_edge` pixels
+    (0 = each gets `crop_size`), and the model sees the middle square of `crop_size` pixels a side;
+    by the other both are 0.
     added_tokens: of a picture, beside those of its patches.
     """
 
@@ -79,7 +80,9 @@ class VisionCard(msgspec.Struct, frozen=True):
                 f"a picture of {width} x {height} pixels is more than {_MAX_ASPECT} times longer "
                 "one way than the other"
             )
-        if self.rule == "clip":
+        if self.crop_size and not self.shortest_edge:
+            return self.crop_size, self.crop_size
+        if self.crop_size:
             short, long = sorted((width, height))
             long = int(self.shortest_edge * long / short)
             wide, high = self.shortest_edge, long
@@ -95,6 +98,14 @@ class VisionCard(msgspec.Struct, frozen=True):
             wide = math.ceil(width * grown / unit) * unit
             high = math.ceil(height * grown / unit) * unit
         return wide, high
+
+    def seen(self, width: int, height: int) -> tuple[int, int, int, int]:
+        """The pixels of a resized picture that patches are made of: left, top, right, bottom."""
+        if not self.crop_size:
+            return 0, 0, width, height
+        left, top = (width - self.crop_size) // 2, (height - self.crop_size) // 2
+        side = self.crop_size // self.patch_size * self.patch_size
+        return left, top, left + side, top + side
 
     def grid(self, width: int, height: int) -> Grid:
         """Patches of a picture of so many pixels. ValueError: it is too long and thin."""

@@ -17,7 +17,12 @@ from loraplex.server.protocol import Grid, PatchRule, VisionCard
 # The second counts where the first says nothing of pictures.
 FILES = ("processor_config.json", "preprocessor_config.json")
 _KIND = "image_processor_type"
-_RULES: dict[str, PatchRule] = {"CLIPImageProcessor": "clip", "Qwen2VLImageProcessor": "qwen2_vl"}
+_SIGLIP = "SiglipImageProcessor"
+_RULES: dict[str, PatchRule] = {
+    "CLIPImageProcessor": "clip",
+    "Qwen2VLImageProcessor": "qwen2_vl",
+    _SIGLIP: "clip",
+}
 _FORMS = re.compile("(Fast|Pil)$")
 # Steps of the processor, and what each must be where it is said.
 _STEPS: dict[str, Any] = {
@@ -30,6 +35,7 @@ _STEPS: dict[str, Any] = {
 _LEAST_PIXELS, _MOST_PIXELS = 56 * 56, 28 * 28 * 1280
 _CEILING = 1 << 26
 _MEAN = (0.48145466, 0.4578275, 0.40821073)
+_HALF = (0.5, 0.5, 0.5)
 _STD = (0.26862954, 0.26130258, 0.27577711)
 # Where CLIP's file says nothing.
 _CLIP_SIZE = 224
@@ -42,12 +48,13 @@ _AROUND = {"vision_start_token_id": 151652, "vision_end_token_id": 151653}
 class TowerForm(NamedTuple):
     """Facts of the tower that patches must suit. columns: numbers of a patch. side: of the square
     of patches that becomes one token. token_id: of the placeholder. grid: patches of every picture;
-    None = it takes any. added: tokens of a picture beside those of its patches."""
+    None = it takes any. pixels: a side of such a picture. added: tokens of a picture beside those of its patches."""
 
     columns: int
     side: int
     token_id: int
     grid: Grid | None = None
+    pixels: int = 0
     added: int = 0
 
 
@@ -65,7 +72,9 @@ def read_vision_card(folder: Path, tower: TowerForm) -> VisionCard:
     scale = given.get("rescale_factor", 1 / 255)
     if not isinstance(scale, float) or not math.isclose(scale, 1 / 255):
         raise ValueError(f"rescale_factor must be 1/255, got {shown(scale)}")
-    mean, std = _colours(given, "image_mean", _MEAN), _colours(given, "image_std", _STD)
+    usual = (_HALF, _HALF) if str(given[_KIND]).startswith(_SIGLIP) else (_MEAN, _STD)
+    mean = _colours(given, "image_mean", usual[0])
+    std = _colours(given, "image_std", usual[1])
     if not all(std):
         raise ValueError(f"image_std is out of range: {std}")
     sizes = _of_clip(given, tower) if rule == "clip" else _of_qwen2(given, tower, folder)
@@ -106,20 +115,25 @@ def _of_qwen2(given: Mapping[str, Any], tower: TowerForm, folder: Path) -> dict[
 
 
 def _of_clip(given: Mapping[str, Any], tower: TowerForm) -> dict[str, int]:
-    """Fields of a VisionCard by the rule `clip`. The tower says how large its picture is."""
-    if tower.grid is None or given.get("do_center_crop", True) is not True:
-        raise ValueError("do_center_crop must be true, for a tower of pictures of one size")
-    size, crop = (given.get(name, _CLIP_SIZE) for name in ("size", "crop_size"))
-    shortest = size.get(_SHORTEST) if isinstance(size, Mapping) and len(size) == 1 else size
-    shortest = _count({"size": shortest}, "size", _CLIP_SIZE)
-    patch = math.isqrt(tower.columns // 3)
-    side = patch * tower.grid[2]
-    sides = [crop.get("height"), crop.get("width")] if isinstance(crop, Mapping) else [crop]
-    if any(each != side for each in sides) or shortest > _MOST_SHORTEST:
+    """Fields of a VisionCard by the rule `clip`. The tower says how large its picture is. SigLIP's
+    processor crops nothing."""
+    is_cropped = not str(given.get(_KIND)).startswith(_SIGLIP)
+    if tower.grid is None or given.get("do_center_crop", is_cropped) not in (is_cropped, None):
         raise ValueError(
-            f"crop_size must be {side}, as the tower's pictures, and size at most {_MOST_SHORTEST},"
-            f" got {shown(crop)} and {shortest}"
+            f"do_center_crop must be {is_cropped}, for a tower of pictures of one size"
         )
+    side, patch = tower.pixels, math.isqrt(tower.columns // 3)
+    square, shortest = {"height": side, "width": side}, 0
+    size, crop = (given.get(name, _CLIP_SIZE) for name in ("size", "crop_size"))
+    if is_cropped and crop not in (side, square):
+        raise ValueError(f"crop_size must be {side}, as the tower's, got {shown(crop)}")
+    if size != square:
+        if not is_cropped:
+            raise ValueError(f"size must be {square}, as the tower's, got {shown(size)}")
+        shortest = size.get(_SHORTEST) if isinstance(size, Mapping) and len(size) == 1 else size
+        shortest = _count({"size": shortest}, "size", _CLIP_SIZE)
+    if shortest > _MOST_SHORTEST:
+        raise ValueError(f"size must be at most {_MOST_SHORTEST}, got {shortest}")
     return {
         "patch_size": patch,
         "temporal_patch_size": 1,

@@ -78,8 +78,8 @@ class PictureSpec(msgspec.Struct, frozen=True):
     attention has no window where a patch sees all patches of its picture; else it sees those of its
     window, a square of `window * window` tokens; 0 = no layer has one. token_id: the placeholder of
     a picture's token. axes: for each pair of a head's features by what it turns, 0 = time, 1 =
-    height, 2 = width; None = all turn by the position. grid: of every picture; None = the tower
-    takes any. added: tokens of a picture beside those of its patches.
+    height, 2 = width; None = all turn by the position. grid: of every picture, with `pixels` a
+    side; None = the tower takes any. added: tokens of a picture beside those of its patches.
     """
 
     tower: ModelSpec
@@ -87,6 +87,7 @@ class PictureSpec(msgspec.Struct, frozen=True):
     window: int = 0
     axes: tuple[int, ...] | None = None
     grid: Grid | None = None
+    pixels: int = 0
     added: int = 0
 
     @property

@@ -63,16 +63,9 @@ def _pixels(job: DecodeJob, card: VisionCard) -> bytes:
         _differs(picture.size)
     size = card.resized(width, height)
     resized = picture.resize(size, Image.Resampling.BICUBIC)
-    pixels: bytes = _middle(resized, card.crop_size).tobytes()
+    # Black where no picture is.
+    pixels: bytes = resized.crop(card.seen(*size)).tobytes()
     return pixels
-
-
-def _middle(picture: Image.Image, side: int) -> Image.Image:
-    """The middle square of so many pixels a side, black where no picture is; 0 = all."""
-    if not side:
-        return picture
-    left, top = (picture.width - side) // 2, (picture.height - side) // 2
-    return picture.crop((left, top, left + side, top + side))
 
 
 def _on_white(picture: Image.Image) -> Image.Image:

@@ -37,3 +37,14 @@ CLIP = VisionCard(
     shortest_edge=336,
     crop_size=336,
 )
+
+SIGLIP = VisionCard(
+    rule="clip",
+    patch_size=14,
+    temporal_patch_size=1,
+    merge_size=1,
+    mean=(0.5, 0.5, 0.5),
+    std=(0.5, 0.5, 0.5),
+    token_id=32000,
+    crop_size=100,
+)

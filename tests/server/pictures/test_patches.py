@@ -12,12 +12,13 @@ import pytest
 from PIL import Image, ImageOps
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from loraplex.server.protocol import VisionCard, read_picture_head
 from loraplex.server.worker.pictures.decoding import outcome
 from loraplex.server.worker.pictures.jobs import DecodeJob
 from loraplex.server.worker.pictures.patches import write_patches
-from tests.server.pictures.cards import CLIP, QWEN, QWEN3
+from tests.server.pictures.cards import CLIP, QWEN, QWEN3, SIGLIP
 from tests.server.pictures.files import MODES, written
 
 SMALL = msgspec.structs.replace(QWEN, max_pixels=50000)
@@ -26,6 +27,7 @@ SMALL3 = msgspec.structs.replace(QWEN3, max_pixels=90000)
 CLIPS = {
     "usual": CLIP,
     "black": msgspec.structs.replace(CLIP, patch_size=8, shortest_edge=31, crop_size=56),
+    "siglip": SIGLIP,
     "part": msgspec.structs.replace(CLIP, patch_size=8, shortest_edge=75, crop_size=40),
 }
 CARDS = {"small": SMALL, "small3": SMALL3, **CLIPS}
@@ -54,12 +56,17 @@ def expected(data: bytes, card: VisionCard) -> tuple[np.ndarray, tuple[int, ...]
 
 def expected_of_clip(picture: Image.Image, card: VisionCard) -> tuple[np.ndarray, tuple[int, ...]]:
     side, patch = card.crop_size, card.patch_size
-    processor = CLIPImageProcessorPil(
-        size={"shortest_edge": card.shortest_edge}, crop_size={"height": side, "width": side}
-    )
+    square = {"height": side, "width": side}
+    if not card.shortest_edge:
+        processor: Any = SiglipImageProcessorPil(size=square)
+    else:
+        processor = CLIPImageProcessorPil(
+            size={"shortest_edge": card.shortest_edge}, crop_size=square
+        )
     pixels = processor(picture, return_tensors="np")["pixel_values"][0]
     count = side // patch
-    cut = pixels.reshape(3, count, patch, count, patch).transpose(1, 3, 0, 2, 4)
+    whole = pixels[:, : count * patch, : count * patch]
+    cut = whole.reshape(3, count, patch, count, patch).transpose(1, 3, 0, 2, 4)
     return cut.reshape(count**2, -1), (1, count, count)
 
 

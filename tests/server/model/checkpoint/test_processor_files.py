@@ -49,8 +49,9 @@ def test_numbers_are_those_of_transformers(tmp_path: Path, given: dict[str, Any]
     assert (card.opens_id, card.token_id, card.closes_id) == (5, 7, 151653)
 
 
-CLIP_TOWER = TowerForm(3 * 14 * 14, 1, 7, (1, 24, 24))
+CLIP_TOWER = TowerForm(3 * 14 * 14, 1, 7, (1, 24, 24), 336)
 CLIP_KIND = {"image_processor_type": "CLIPImageProcessor"}
+SIGLIP_KIND = {"image_processor_type": "SiglipImageProcessor"}
 SQUARE = {"height": 336, "width": 336}
 
 
@@ -59,13 +60,15 @@ SQUARE = {"height": 336, "width": 336}
     [
         ({"crop_size": SQUARE}, 224),
         ({"crop_size": 336, "size": 400}, 400),
+        ({"crop_size": 336, "size": SQUARE}, 0),
         ({"crop_size": SQUARE, "size": {"shortest_edge": 336}}, 336),
     ],
 )
 def test_pictures_of_one_size(tmp_path: Path, given: dict[str, Any], shortest: int) -> None:
     card = read_vision_card(written(tmp_path, CLIP_KIND | given), CLIP_TOWER)
     processor = CLIPImageProcessorPil.from_pretrained(tmp_path)
-    assert processor.size["shortest_edge"] == card.shortest_edge == shortest
+    assert card.shortest_edge == shortest
+    assert processor.size["shortest_edge" if shortest else "height"] == (shortest or 336)
     assert processor.crop_size["height"] == card.crop_size == 336
     assert (list(card.mean), list(card.std)) == (
         list(processor.image_mean),
@@ -80,9 +83,11 @@ def test_pictures_of_one_size(tmp_path: Path, given: dict[str, Any], shortest: i
     [
         ({"crop_size": 224}, "crop_size must be 336"),
         ({"crop_size": {"height": 336, "width": 224}}, "crop_size must be 336"),
-        ({"crop_size": 336, "size": SQUARE}, "size must be a positive number"),
-        ({"crop_size": 336, "size": 5000}, "size at most 1024"),
-        ({"crop_size": 336, "do_center_crop": False}, "do_center_crop must be true"),
+        ({"crop_size": 336, "size": {"height": 3, "width": 3}}, "size must be a positive number"),
+        ({"crop_size": 336, "size": 5000}, "size must be at most 1024"),
+        ({"crop_size": 336, "do_center_crop": False}, "do_center_crop must be True"),
+        (SIGLIP_KIND, "size must be .*336"),
+        (SIGLIP_KIND | {"size": SQUARE, "do_center_crop": True}, "do_center_crop must be False"),
         (KIND, "pictures of one size"),
     ],
 )

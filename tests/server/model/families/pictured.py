@@ -72,10 +72,14 @@ def qwen25(**text: Any) -> Qwen2_5_VLConfig:
     return Qwen2_5_VLConfig(text_config=text, vision_config=vision, **_IDS)
 
 
-def llava(strategy: Literal["default", "full"], **text: Any) -> LlavaConfig:
+def llava(strategy: Literal["default", "full"], kind: str = "clip", **text: Any) -> LlavaConfig:
     vision = {key: VISION[key] for key in ("hidden_size", "intermediate_size", "patch_size")}
-    vision |= {"num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 4 * PATCH}
-    vision |= {"model_type": "clip_vision_model", "initializer_range": 0.15}
+    vision |= {
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "image_size": 4 * PATCH + (kind != "clip"),
+    }
+    vision |= {"model_type": f"{kind}_vision_model", "initializer_range": 0.15}
     # The sections are of other kinds.
     text |= {"model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
     return LlavaConfig(
@@ -100,6 +104,7 @@ def qwen3_moe(**text: Any) -> Any:
 
 KINDS: dict[str, tuple[Any, Any]] = {
     "llava": (partial(llava, "default"), LlavaForConditionalGeneration),
+    "llava_siglip": (partial(llava, "full", "siglip"), LlavaForConditionalGeneration),
     "llava_full": (partial(llava, "full"), LlavaForConditionalGeneration),
     "qwen2_5_vl": (qwen25, Qwen2_5_VLForConditionalGeneration),
     "qwen2_vl": (qwen2, Qwen2VLForConditionalGeneration),
@@ -141,10 +146,10 @@ class Picture:
 _GRIDS = {"a": (6, 10), "b": (8, 4), "c": (2, 2), "d": (4, 16), "e": (12, 6)}
 PICTURES = {name: Picture(name, *size) for name, size in _GRIDS.items()}
 # Beginnings of names, of kinds whose pictures have one size.
-SQUARES = {"llava": "square of ", "llava_full": "square and row of "}
+SQUARES = {"llava": "square of ", "llava_siglip": "square of ", "llava_full": "square and row of "}
 PICTURES |= {
     before + name: Picture(name + before, 4, 4, side=1, frames=1, added=added)
-    for added, before in enumerate(SQUARES.values())
+    for added, before in enumerate(dict.fromkeys(SQUARES.values()))
     for name in _GRIDS
 }
 
@@ -185,7 +190,10 @@ def reference(
         for span in request.pictures:
             kinds[0, span.start : span.start + span.length] = 1
         if of[0].side == 1:
-            inputs["pixel_values"] = torch.stack([picture.pixels for picture in of])
+            side = model.config.vision_config.image_size
+            beside = (0, side - of[0].pixels.shape[2], 0, side - of[0].pixels.shape[1])
+            pixels = torch.stack([picture.pixels for picture in of])
+            inputs["pixel_values"] = torch.nn.functional.pad(pixels, beside)
         else:
             inputs |= {
                 "pixel_values": torch.cat([picture.patches for picture in of]),

@@ -138,7 +138,8 @@ def test_refused_by_name(config: dict[str, Any], words: str) -> None:
         qwen(image_token_id=152064),
         {key: value for key, value in QWEN.items() if key != "vision_config"},
         FAMILIES["glm4v"].config,
-        llava({"model_type": "siglip_vision_model"}),
+        llava({"model_type": "siglip_vision_model"}),  # whose every row is a patch
+        llava({"model_type": "pixtral"}),
         llava(vision_feature_layer=[-2, -1]),
         llava(vision_feature_select_strategy="other"),
         llava(image_token_index=32064),

@@ -48,7 +48,8 @@ _AROUND = {"vision_start_token_id": 151652, "vision_end_token_id": 151653}
 class TowerForm(NamedTuple):
     """Facts of the tower that patches must suit. columns: numbers of a patch. side: of the square
     of patches that becomes one token. token_id: of the placeholder. grid: patches of every picture;
-    None = it takes any. pixels: a side of such a picture. added: tokens of a picture beside those of its patches."""
+    None = it takes any. pixels: a side of such a picture. added: tokens of a picture beside
+    those of its patches."""
 
     columns: int
     side: int
@@ -118,10 +119,10 @@ def _of_clip(given: Mapping[str, Any], tower: TowerForm) -> dict[str, int]:
     """Fields of a VisionCard by the rule `clip`. The tower says how large its picture is. SigLIP's
     processor crops nothing."""
     is_cropped = not str(given.get(_KIND)).startswith(_SIGLIP)
-    if tower.grid is None or given.get("do_center_crop", is_cropped) not in (is_cropped, None):
-        raise ValueError(
-            f"do_center_crop must be {is_cropped}, for a tower of pictures of one size"
-        )
+    if tower.grid is None:
+        raise ValueError(f"{_KIND} needs a tower of pictures of one size")
+    if bool(given.get("do_center_crop", is_cropped)) is not is_cropped:
+        raise ValueError(f"do_center_crop must be {is_cropped}")
     side, patch = tower.pixels, math.isqrt(tower.columns // 3)
     square, shortest = {"height": side, "width": side}, 0
     size, crop = (given.get(name, _CLIP_SIZE) for name in ("size", "crop_size"))
@@ -130,8 +131,8 @@ def _of_clip(given: Mapping[str, Any], tower: TowerForm) -> dict[str, int]:
     if size != square:
         if not is_cropped:
             raise ValueError(f"size must be {square}, as the tower's, got {shown(size)}")
-        shortest = size.get(_SHORTEST) if isinstance(size, Mapping) and len(size) == 1 else size
-        shortest = _count({"size": shortest}, "size", _CLIP_SIZE)
+        said = size.get(_SHORTEST) if isinstance(size, Mapping) and len(size) == 1 else size
+        shortest = _count({"size": said}, "size", _CLIP_SIZE)
     if shortest > _MOST_SHORTEST:
         raise ValueError(f"size must be at most {_MOST_SHORTEST}, got {shortest}")
     return {

@@ -15,6 +15,7 @@ from loraplex.router.api.openai import chat, completions
 from loraplex.router.api.request.body import decode_plain
 from loraplex.router.api.request.fields import MAX_INT32
 from loraplex.router.api.request.formatter import ApiRequest
+from loraplex.router.api.request.pictures import lie_elsewhere
 from loraplex.router.api.tokenize import (
     DetokenizedText,
     IdsAsked,
@@ -139,14 +140,22 @@ class TokenizeRoutes:
     async def _prompts(
         self, request: Request, caller: Caller, read: Read[T], call: GenerationCall
     ) -> tuple[TextModel, list[Prompt]]:
-        """Builds the prompts of a call, authorised and resolved as a generation. Raises
-        RequestError.
+        """Builds the prompts of a call, authorised and resolved as a generation. One whose pictures
+        lie elsewhere counts as a request of its key. Raises RequestError.
         """
         service, request_id = self._service, request.state.request_id
         asked = service.dispatcher.authorise(read, call, caller, request_id)
-        charge = service.tenancy.metering.charge(caller, request_id)  # nothing is run: not closed
+        charge = service.tenancy.metering.charge(caller, request_id)  # nothing is run
         observer = service.answerer.observer(request, charge)
-        return await service.dispatcher.prompts(asked, read.base, observer)
+        if not lie_elsewhere(call):
+            return await service.dispatcher.prompts(asked, read.base, observer)
+        try:
+            await charge.enter()
+            found = await service.dispatcher.prompts(asked, read.base, observer)
+            charge.outcome = "ok"
+        finally:
+            charge.close()
+        return found
 
 
 def _uncut(call: GenerationCall) -> GenerationCall:

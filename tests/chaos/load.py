@@ -236,7 +236,9 @@ class Clients:
         stop = text[begin : begin + 9]
         body = openai(order) | ({"stop": [stop]} if stop else {})
         found = await self._whole(f"{url}/v1/completions", body, order)
-        check(found["choices"][0]["text"], text[: text.find(stop)] if stop else text)
+        expected = text[: text.find(stop)] if stop else text
+        if found["choices"][0]["text"] != expected:
+            raise Wrong(f"got {found}, expected {expected!r} before {stop!r}; {order}")
         answer.tokens = found["usage"]["completion_tokens"]
 
     async def _whole(self, url: str, body: dict[str, Any], order: Order) -> Any:

@@ -33,7 +33,7 @@ ROLLED, ROLLED_FROM, ROLLED_TO = "rolled", "pirate", "sql"
 BATCH_LINES = 40
 PATIENCE_S = 240.0
 POLL_S = 0.2
-DETAIL = 400
+DETAIL = 1500
 
 
 @dataclass

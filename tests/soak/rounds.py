@@ -31,7 +31,7 @@ GENTLE = (
 LONGEST_S = 2.0
 WORKER_OPTIONS = ("--max-draft", "8", "--host-kv-memory", "8MiB", "--disk-kv", "32MiB")
 # Metrics of workers that say whether what is on was used.
-USED = ("fetched_kv_pages_total", "accepted_draft_tokens_total", "preemptions_total")
+USED = ("recalled_kv_pages_total", "accepted_draft_tokens_total", "preemptions_total")
 MIN_TOKENS, MAX_TOKENS = 10, 600
 # A process is flat if its last part weighs at most this much more than the part before.
 PARTS = 4

@@ -114,6 +114,13 @@ def is_address(one: GivenPicture) -> bool:
     return one.file_id is None and not one.url.startswith(_DATA_SCHEME)
 
 
+def lie_elsewhere(call: GenerationCall) -> bool:
+    """Whether pictures of a chat must be fetched, or read from files."""
+    chats = () if call.messages is None else (call.messages, *call.further)
+    given = (one for messages in chats for one in in_messages(messages))
+    return any(one.file_id is not None or is_address(one) for one in given)
+
+
 def data_of(url: str) -> bytes | None:
     """The bytes of a data URL; None for a URL of another kind. Raises ValueError."""
     if not url.startswith(_DATA_SCHEME):

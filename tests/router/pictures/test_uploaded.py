@@ -101,6 +101,11 @@ async def test_a_key_without_a_rate_reads_no_file(
         found = [await post(router, RESPONSES, body_of(RESPONSES, "f"), key) for _ in range(2)]
         assert [answer.status_code for answer in found] == [200, 429], found[0].text
         assert read == ["f"]
+        made = await post(router, "/v1/keys", limited | {"id": "counts"}, "root")
+        key, path = made.json()["key"], f"{MESSAGES}/count_tokens"
+        found = [await post(router, path, body_of(MESSAGES, "f"), key) for _ in range(2)]
+        assert [answer.status_code for answer in found] == [200, 429], found[0].text
+        assert read == ["f"] * 2
 
 
 async def test_what_files_are_refused(tmp_path: Path) -> None:

@@ -84,8 +84,13 @@ class Certifier:
         self.hidden_ids = special.difference(self._options.eos_token_ids)
         self.digests: dict[str, str] = {}
 
+    @property
+    def names(self) -> list[str]:
+        """Adapters that are asked for."""
+        return sorted(self.digests)
+
     def order(self, dice: random.Random, min_tokens: int, max_tokens: int) -> Order:
-        adapter = dice.choice([None, *sorted(self.digests)])
+        adapter = dice.choice([None, *self.names])
         words = dice.choices(
             ["river", "stone", "lamp", "cloud", "seed"], k=dice.randint(*self.words)
         )

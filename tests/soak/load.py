@@ -65,11 +65,16 @@ class SoakCertifier(Certifier):
     def __init__(self, served: Served) -> None:
         super().__init__(served)
         self._asked: deque[tuple[str | None, str]] = deque(maxlen=REMEMBERED)
+        self._retired: set[str] = set()
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self.digests.keys() - self._retired)
 
     def order(self, dice: random.Random, min_tokens: int, max_tokens: int) -> Order:
         if self._asked and dice.random() < REPEATED:
             adapter, prompt = dice.choice(self._asked)
-            if adapter is None or adapter in self.digests:
+            if adapter not in self._retired:
                 count = dice.randint(min_tokens, max_tokens)
                 return self.ordered(dice, adapter, prompt, count)
         order = super().order(dice, min_tokens, max_tokens)
@@ -79,7 +84,7 @@ class SoakCertifier(Certifier):
     def took(self, version: int, digest: str) -> None:
         """A version was pushed; the last few of them are asked for."""
         self.digests[f"{PUSHED}@{version}"] = digest
-        self.digests.pop(f"{PUSHED}@{version - ASKED_VERSIONS}", None)
+        self._retired.add(f"{PUSHED}@{version - ASKED_VERSIONS}")
 
 
 class SoakClients(Clients):
@@ -128,7 +133,7 @@ class SoakClients(Clients):
         found = await self._whole(
             f"{url}/v1/completions", openai(order) | {"allowed_token_ids": allowed}, order
         )
-        digest = None if order.adapter is None else self._certifier.digests.get(order.adapter)
+        digest = None if order.adapter is None else self._certifier.digests[order.adapter]
         expected = self._certifier.expected(digest, order.prompt, order.max_tokens, allowed)
         check(found["choices"][0]["text"], self._certifier.text(expected))
         answer.tokens = len(expected)

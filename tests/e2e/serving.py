@@ -3,7 +3,8 @@
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from tests.ports import free_port
 from tests.tethered import tethered
 
 ROOT = Path(__file__).parents[2]
-READY_TIMEOUT_S = 240.0
+READY_TIMEOUT_S = END_TIMEOUT_S = 240.0
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,26 @@ def start_serving(*options: str, log: Path, environ: Mapping[str, str] | None = 
             raise AssertionError(f"not ready:\n{log.read_text()[-4000:]}")
         time.sleep(0.1)  # polls a condition, bounded by the deadline
     return Serving(url, process, log)
+
+
+@contextmanager
+def running_folder(folder: Path, adapters: Iterable[str], *options: str) -> Iterator[Serving]:
+    """Serves the model `base` of a folder in float32 on the CPU, with adapters of the same folder.
+    The server must end well when it is asked to.
+    """
+    serving = start_serving(
+        *(str(folder / "base"), "--device", "cpu", "--dtype", "float32"),
+        *("--adapter-root", str(folder), "--cache-dir", str(folder / "cache")),
+        *(part for name in adapters for part in ("--adapter", f"{name}=local:{folder / name}")),
+        *options,
+        log=folder / "log",
+    )
+    try:
+        yield serving
+    finally:
+        serving.process.terminate()
+        code = serving.process.wait(timeout=END_TIMEOUT_S)
+    assert code == 0
 
 
 def is_ready(url: str) -> bool:

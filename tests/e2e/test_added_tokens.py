@@ -18,7 +18,7 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 
 from loraplex.launcher.bench.engine.made_tokenizer import tokenizer_json
 from tests.e2e.cut_streams import CutStreams, resumes, worker
-from tests.e2e.serving import Serving, start_serving
+from tests.e2e.serving import Serving, running_folder
 from tests.e2e.test_drafts import engine
 from tests.server.model.families.parity import TOLERANCE, prompt
 from tests.server.model.hub_models import VOCAB, make_model, reference_logprobs, save_model
@@ -130,22 +130,13 @@ def adding(
     for seed, (name, (_, size, _)) in enumerate(ADAPTERS[known].items()):
         tokenizers[name] = save_adapter(base, folder / name, known, name, seed)
         oracles[name] = PeftModel.from_pretrained(base_of(size), str(folder / name)).eval()
-    serving = start_serving(
-        *(str(base), "--device", "cpu", "--dtype", "float32", "--adapter-slots", "2"),
-        *("--max-draft", "6" if known == VOCAB else "0"),
-        *("--max-step-tokens", "40", "--adapter-root", str(folder), "--allow-other-base"),
-        *(
-            part
-            for name in ADAPTERS[known]
-            for part in ("--adapter", f"{name}=local:{folder / name}")
-        ),
-        *("--model-name", "base", "--cache-dir", str(folder / "cache"), "--tp", str(processes)),
-        *("--files-dir", str(folder / "files")),
-        log=folder / "log",
+    options = (
+        *("--adapter-slots", "2", "--max-draft", "6" if known == VOCAB else "0"),
+        *("--max-step-tokens", "40", "--allow-other-base", "--model-name", "base"),
+        *("--tp", str(processes), "--files-dir", str(folder / "files")),
     )
-    yield Adding(known, serving, oracles, tokenizers)
-    serving.process.terminate()
-    assert serving.process.wait(timeout=TIMEOUT_S) == 0
+    with running_folder(folder, ADAPTERS[known], *options) as serving:
+        yield Adding(known, serving, oracles, tokenizers)
 
 
 def post(adding: Adding, path: str, body: dict[str, Any], status: int = 200) -> Any:

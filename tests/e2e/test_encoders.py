@@ -22,7 +22,7 @@ from transformers import (
     pipeline,
 )
 
-from tests.e2e.serving import Serving, start_serving
+from tests.e2e.serving import Serving, running_folder
 from tests.server.model.hub_models import add_adapter, random_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -144,15 +144,8 @@ def save_adapter(folder: Path, name: str, seed: int) -> None:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Serving, Oracle]]:
     folder = tmp_path_factory.mktemp("encoder")
     save_all(folder)
-    serving = start_serving(
-        *(str(folder / "base"), "--device", "cpu", "--dtype", "float32", "--adapter-slots", "2"),
-        *("--adapter-root", str(folder), "--cache-dir", str(folder / "cache")),
-        *(part for name in ADAPTERS for part in ("--adapter", f"{name}=local:{folder / name}")),
-        log=folder / "log",
-    )
-    yield serving, Oracle(folder)
-    serving.process.terminate()
-    assert serving.process.wait(timeout=TIMEOUT_S) == 0
+    with running_folder(folder, ADAPTERS, "--adapter-slots", "2") as serving:
+        yield serving, Oracle(folder)
 
 
 def post(serving: Serving, path: str, body: dict[str, Any], status: int = 200) -> Any:

@@ -14,7 +14,7 @@ import pytest
 from huggingface_hub import InferenceClient
 
 from tests.e2e.picture_model import ADAPTERS, IMAGE, VIDEO, Oracle, data_url, save_all
-from tests.e2e.serving import ROOT, Serving, start_serving
+from tests.e2e.serving import ROOT, Serving, running_folder
 from tests.e2e.test_several_workers import until
 from tests.server.pictures.files import written
 
@@ -36,16 +36,9 @@ FILES = {
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Serving, Oracle]]:
     folder = tmp_path_factory.mktemp("pictured")
     save_all(folder)
-    serving = start_serving(
-        *(str(folder / "base"), "--device", "cpu", "--dtype", "float32", "--workers", "2"),
-        *("--adapter-root", str(folder), "--cache-dir", str(folder / "cache")),
-        *(part for name in ADAPTERS for part in ("--adapter", f"{name}=local:{folder / name}")),
-        *("--max-body-bytes", str(32 << 20), "--files-dir", str(folder / "files")),
-        log=folder / "log",
-    )
-    yield serving, Oracle(folder)
-    serving.process.terminate()
-    assert serving.process.wait(timeout=TIMEOUT_S) == 0
+    options = ("--max-body-bytes", str(32 << 20), "--files-dir", str(folder / "files"))
+    with running_folder(folder, ADAPTERS, "--workers", "2", *options) as serving:
+        yield serving, Oracle(folder)
 
 
 def parts(*content: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[bytes]]:

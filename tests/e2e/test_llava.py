@@ -1,15 +1,13 @@
 """Images by HTTP with LLaVA: answers about them are transformers' and PEFT's, token by token."""
 
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 
 from tests.e2e.llava_model import ADAPTER, IMAGE, LlavaOracle, save_llava
 from tests.e2e.picture_model import data_url
-from tests.e2e.serving import start_serving
-from tests.e2e.test_images import FILES, parts
+from tests.e2e.serving import running_folder
+from tests.e2e.test_images import FILES, parts, post
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.filterwarnings("ignore")]
 TIMEOUT_S, MOST = 240, 12
@@ -29,37 +27,22 @@ CHATS = [
 def test_chats_and_markdown_are_those_of_transformers(tmp_path: Path) -> None:
     save_llava(tmp_path)
     oracle = LlavaOracle(tmp_path)
-    serving = start_serving(
-        *(str(tmp_path / "base"), "--device", "cpu", "--dtype", "float32"),
-        *("--adapter-root", str(tmp_path), "--cache-dir", str(tmp_path / "cache")),
-        *("--adapter", f"{ADAPTER}=local:{tmp_path / ADAPTER}"),
-        log=tmp_path / "log",
-    )
-
-    def post(path: str, body: dict[str, Any]) -> Any:
-        answer = httpx.post(f"{serving.url}{path}", json=body, timeout=TIMEOUT_S)
-        assert answer.status_code == 200, answer.text
-        return answer.json()
-
-    try:
+    with running_folder(tmp_path, [ADAPTER]) as serving:
         for model, content in CHATS:
             sent, read, files = parts(*content)
             body = {"messages": [{"role": "user", "content": sent}], "max_tokens": MOST}
             body |= {"model": model, "temperature": 0, "logit_bias": BIAS}
-            found = post("/v1/chat/completions", body | {"return_token_ids": True})
+            found = post(serving, "/v1/chat/completions", body | {"return_token_ids": True})
             prompt, answer = oracle.answer(oracle.chat(read), files, adapted=bool(model), most=MOST)
             assert found["prompt_token_ids"] == prompt, content
             assert found["choices"][0]["token_ids"] == answer, content
         for adapter in (None, ADAPTER):
             marked = f"![]({data_url(FILES['wide'])})\nWhat?"
             wishes = {"max_new_tokens": MOST, "details": True, "adapter_id": adapter}
-            generated = post("/generate", {"inputs": marked, "parameters": wishes})
+            generated = post(serving, "/generate", {"inputs": marked, "parameters": wishes})
             prompt, answer = oracle.answer(
                 "<image>\nWhat?", [FILES["wide"]], adapted=adapter is not None, most=MOST
             )
             details = generated["details"]
             assert details["prompt_tokens"] == len(prompt)
             assert [token["id"] for token in details["tokens"]] == answer
-    finally:
-        serving.process.terminate()
-        assert serving.process.wait(timeout=TIMEOUT_S) == 0

@@ -1,7 +1,6 @@
 """Hundreds of versions pushed one after another, beside streams of others, while processes die."""
 
 import asyncio
-import json
 import threading
 import time
 from collections.abc import Iterator
@@ -13,11 +12,11 @@ import httpx
 import psutil
 import pytest
 
-from loraplex.adapters.uploads.archive import adapter_files
-from loraplex.launcher.demo import EXAMPLES, adapter_paths
+from loraplex.launcher.demo import EXAMPLES
 from loraplex.router.call import DIGEST_HEADER
 from tests.e2e.serving import Serving, start_serving
 from tests.e2e.test_several_workers import processes
+from tests.pushed_versions import version
 from tests.router.shared.redis_server import RedisServer
 
 pytestmark = pytest.mark.exhaustive
@@ -69,15 +68,6 @@ def again(ask: Any) -> httpx.Response:
 def ask(http: httpx.Client, model: str) -> httpx.Response:
     body = {"model": model, "prompt": EXAMPLES[0], "max_tokens": 8, "temperature": 0}
     return again(lambda: http.post("/v1/completions", json=body))
-
-
-def version(number: int) -> dict[str, tuple[str, bytes]]:
-    """The files of a version: one adapter with a scale that no other version has."""
-    files = {path.name: path.read_bytes() for path in adapter_files(adapter_paths()["sql"])}
-    config = json.loads(files["adapter_config.json"])
-    config["lora_alpha"] = config["lora_alpha"] + number / 1000
-    files["adapter_config.json"] = json.dumps(config).encode()
-    return {name: (name, content) for name, content in files.items()}
 
 
 def memory(serving: Serving) -> int:

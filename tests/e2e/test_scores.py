@@ -17,7 +17,7 @@ from peft import LoraConfig, PeftModel
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.e2e.serving import ROOT, Serving, start_serving
+from tests.e2e.serving import ROOT, Serving, running_folder
 from tests.e2e.test_clients import CLIENTS_PYTHON
 from tests.e2e.vector_models import save_classifier, save_writer
 from tests.grids import beyond
@@ -85,17 +85,9 @@ def save_head(folder: Path, name: str, labels: Sequence[str], seed: int) -> None
 
 
 def served(folder: Path, names: Sequence[str], *options: str) -> Iterator[Classes]:
-    serving = start_serving(
-        *(str(folder / "base"), "--device", "cpu", "--dtype", "float32"),
-        *("--adapter-slots", str(SLOTS), "--max-step-tokens", "64"),
-        *("--adapter-root", str(folder), "--cache-dir", str(folder / "cache")),
-        *(part for name in names for part in ("--adapter", f"{name}=local:{folder / name}")),
-        *options,
-        log=folder / "log",
-    )
-    yield Classes(serving, folder)
-    serving.process.terminate()
-    assert serving.process.wait(timeout=TIMEOUT_S) == 0
+    limits = ("--adapter-slots", str(SLOTS), "--max-step-tokens", "64")
+    with running_folder(folder, names, *limits, *options) as serving:
+        yield Classes(serving, folder)
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,6 @@ from typing import Any
 
 import httpx
 
-from loraplex.adapters.uploads.archive import adapter_files
-from loraplex.launcher.demo import adapter_paths
 from tests.chaos.load import (
     DIGEST_HEADER,
     Answer,
@@ -25,6 +23,7 @@ from tests.chaos.load import (
     openai,
 )
 from tests.chaos.processes import Process, Served
+from tests.pushed_versions import version
 
 REPEATED, REMEMBERED = 0.3, 256
 PATTERN = "[a-z]{3,9}( [a-z]{3,9}){2,4}"
@@ -181,7 +180,7 @@ class SoakClients(Clients):
     async def _push(self) -> None:
         self._pushes += 1
         path = f"/v1/adapters/{PUSHED}?keep={KEPT}"
-        answer = await self._call("PUT", path, files=_version(self._pushes))
+        answer = await self._call("PUT", path, files=version(self._pushes))
         if answer is not None:
             told = answer.json()
             self._soaked.took(told["version"], told["adapter"]["digest"])
@@ -234,15 +233,6 @@ class SoakClients(Clients):
                 answer.tokens, answer.detail = 0, f"{batch['status']}: {found.get(number)!r}"
                 answer.result = "wrong" if number in found else "failed"
             self._note(answer)
-
-
-def _version(number: int) -> dict[str, tuple[str, bytes]]:
-    """Files of a version: one adapter with a scale that no other version has."""
-    files = {path.name: path.read_bytes() for path in adapter_files(adapter_paths()["polite"])}
-    config = json.loads(files["adapter_config.json"])
-    config["lora_alpha"] = config["lora_alpha"] + number / 1000
-    files["adapter_config.json"] = json.dumps(config).encode()
-    return {name: (name, content) for name, content in files.items()}
 
 
 def _line(number: int, order: Order) -> str:

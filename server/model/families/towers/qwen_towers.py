@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from loraplex.server.model.families import family
 from loraplex.server.model.families.fields import Fields
-from loraplex.server.model.families.readers.clip_towers import read_llava
+from loraplex.server.model.families.towers.clip_towers import read_llava
 from loraplex.server.model.spec.linear_spec import LinearSpec, Part
 from loraplex.server.model.spec.model_spec import (
     LayerSpec,

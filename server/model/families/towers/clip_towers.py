@@ -7,12 +7,15 @@ from msgspec.structs import replace
 
 from loraplex.server.model.families import family
 from loraplex.server.model.families.fields import Fields
-from loraplex.server.model.spec.linear_spec import LinearSpec, Part
+from loraplex.server.model.families.towers.tower_parts import (
+    COLOURS,
+    plain_layer,
+    products,
+    tower,
+)
 from loraplex.server.model.spec.model_spec import ModelSpec, NormSpec, PositionTable
 from loraplex.server.model.spec.picture_spec import MergerSpec, PatchSpec, PictureSpec
 
-_BIASES = family.Biases(qkv=True, o=True, mlp=True)
-_COLOURS = 3
 _CLIP = "clip_vision_model"
 _CLIP_USUAL: dict[str, Any] = {
     "hidden_size": 768,
@@ -93,16 +96,8 @@ def _projector(
     config: Mapping[str, Any], sizes: family.ModelSizes, text: ModelSpec, fields: Fields
 ) -> MergerSpec:
     bias = config.get("multimodal_projector_bias", True) is not False
-    first, last = (
-        LinearSpec(
-            "lm_head",
-            width,
-            (Part(f"multi_modal_projector.linear_{n}", text.hidden_size),),
-            "none",
-            bias=bias,
-        )
-        for n, width in ((1, sizes.hidden), (2, text.hidden_size))
-    )
+    names = ("multi_modal_projector.linear_1", "multi_modal_projector.linear_2")
+    first, last = products(text, names, sizes.hidden, text.hidden_size, bias=bias)
     key = "projector_hidden_act"
     activation = family.read_activation(fields, key, config.get(key, "gelu"))
     return MergerSpec(
@@ -121,7 +116,7 @@ def _clip_tower(
 ) -> ModelSpec:
     """The first layers of an encoder, and the way from their last to tokens."""
     patch = fields.positive("patch_size")
-    colours = fields.positive("num_channels", _COLOURS)
+    colours = fields.positive("num_channels", COLOURS)
     rows = has_row + (fields.positive("image_size") // patch) ** 2
     embedding = PatchSpec(
         "embeddings.patch_embedding",
@@ -133,23 +128,8 @@ def _clip_tower(
         bias=not has_row,
         first="embeddings.class_embedding" if has_row else "",
     )
-    norms = family.NormPlaces(*(family.layer_norm(f"layer_norm{n}", sizes) for n in (1, 2)))
-    usual = family.attention(sizes, None, biases=_BIASES)
-    of, mlp = family.branches_of(sizes, usual, _CLIP_NAMES, _BIASES)
     beyond = "|".join(map(str, range(layers, sizes.layers))) or "-"
-    return ModelSpec(
-        family=text.family,
-        embedding=embedding,
-        layers=(family.layer(sizes, of, mlp, norms),) * layers,
-        norm=NormSpec(
-            "post_layernorm", sizes.hidden, sizes.epsilon, kind="layer", has_weight=False
-        ),
-        head=merger,
-        max_context=1,
-        eos_token_ids=(),
-        dtype=text.dtype,
-        quantisation=text.quantisation,
-        writes=False,
-        is_causal=False,
-        unread=rf"embeddings\.position_ids|(post_layernorm|head)\..+|model\.layers\.({beyond})\..+",
-    )
+    layer = plain_layer(sizes, None, _CLIP_NAMES, "layer_norm")
+    norm = NormSpec("post_layernorm", sizes.hidden, sizes.epsilon, kind="layer", has_weight=False)
+    unread = rf"embeddings\.position_ids|(post_layernorm|head)\..+|model\.layers\.({beyond})\..+"
+    return tower(text, embedding, (layer,) * layers, norm, merger, unread)

@@ -9,7 +9,13 @@ from msgspec.structs import replace
 from loraplex.server.model.families import family
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.families.towers.clip_towers import read_llava
-from loraplex.server.model.spec.linear_spec import LinearSpec, Part
+from loraplex.server.model.families.towers.tower_parts import (
+    BIASES,
+    COLOURS,
+    plain_layer,
+    products,
+    tower,
+)
 from loraplex.server.model.spec.model_spec import (
     LayerSpec,
     ModelSpec,
@@ -28,7 +34,6 @@ VISION = "vision_config"
 _EPSILON = 1e-6
 _ROPES = ("rope_scaling", "rope_parameters")
 _OF_PAIRS = RopeSpec("default", 10_000.0)
-_BIASES = family.Biases(qkv=True, o=True, mlp=True)
 # What transformers' classes say where `config.json` says nothing.
 _QWEN2: dict[str, Any] = {
     "depth": 32,
@@ -68,7 +73,6 @@ _QWEN3: dict[str, Any] = {
     "deepstack_visual_indexes": [8, 16, 24],
 }
 _TOKEN = 151655
-_COLOURS = 3
 
 
 class _Encoder(NamedTuple):
@@ -136,7 +140,7 @@ def _read_qwen2(fields: Fields, text: ModelSpec) -> _Encoder:
     inner = fields.positive("embed_dim") * fields.positive("mlp_ratio")
     sizes = _sizes(fields, "embed_dim", inner)
     names = family.LayerNames(("attn.qkv",), "attn.proj", "mlp.fc1", "mlp.fc2")
-    layers = (_plain_layer(sizes, names),) * sizes.layers
+    layers = (plain_layer(sizes, _OF_PAIRS, names, "norm"),) * sizes.layers
     merger = _merger(fields, "hidden_size", sizes, text, ("merger.mlp.0", "merger.mlp.2"))
     return _Encoder(sizes, layers, family.layer_norm("merger.ln_q", sizes), merger)
 
@@ -165,7 +169,7 @@ def _read_qwen3(fields: Fields, text: ModelSpec) -> _Encoder:
     """Qwen3-VL: as Qwen2-VL, with a table of positions and deep mergers."""
     sizes = _sizes(fields, "hidden_size", fields.positive("intermediate_size"))
     names = family.LayerNames(("attn.qkv",), "attn.proj", "mlp.linear_fc1", "mlp.linear_fc2")
-    layers = (_plain_layer(sizes, names),) * sizes.layers
+    layers = (plain_layer(sizes, _OF_PAIRS, names, "norm"),) * sizes.layers
     merger = _merger(fields, "out_hidden_size", sizes, text, _fcs("merger"))
     merger = replace(merger, deep=_deep(fields, merger, sizes, text))
     positions = PositionTable("pos_embed", fields.positive("num_position_embeddings"))
@@ -191,7 +195,7 @@ def _deep(
     for number, layer in enumerate(layers):
         path = f"deepstack_merger_list.{number}"
         norm = NormSpec(f"{path}.norm", merged, _EPSILON, kind="layer", bias=True)
-        found.append(DeepMergerSpec(layer, norm, *_products(merged, text, _fcs(path))))
+        found.append(DeepMergerSpec(layer, norm, *products(text, _fcs(path), merged, merged)))
     return tuple(found)
 
 
@@ -206,18 +210,11 @@ def _sizes(fields: Fields, width: str, inner: int) -> family.ModelSizes:
     return family.ModelSizes(1, hidden, *shape, 1, _EPSILON, is_sound=True, activation=activation)
 
 
-def _plain_layer(sizes: family.ModelSizes, names: family.LayerNames) -> LayerSpec:
-    of = family.attention(sizes, _OF_PAIRS, None, _BIASES)
-    of, mlp = family.branches_of(sizes, of, names, _BIASES)
-    norms = family.NormPlaces(*(family.layer_norm(f"norm{n}", sizes) for n in (1, 2)))
-    return family.layer(sizes, of, mlp, norms)
-
-
 def _windowed_layer(sizes: family.ModelSizes, window: int | None) -> LayerSpec:
     norms = family.NormPlaces(*(NormSpec(f"norm{n}", sizes.hidden, _EPSILON) for n in (1, 2)))
-    of = family.attention(sizes, _OF_PAIRS, window, _BIASES)
+    of = family.attention(sizes, _OF_PAIRS, window, BIASES)
     qkv, o = family.fused(of.qkv, "attn.qkv"), family.with_paths(of.o, "attn.proj")
-    return family.layer(sizes, replace(of, qkv=qkv, o=o), family.mlp(sizes, _BIASES), norms)
+    return family.layer(sizes, replace(of, qkv=qkv, o=o), family.mlp(sizes, BIASES), norms)
 
 
 def _merger(
@@ -227,24 +224,14 @@ def _merger(
     if fields.positive(width) != text.hidden_size:
         fields.refuse(f"{width} must be that of the text part, {text.hidden_size}")
     side = fields.positive("spatial_merge_size")
-    first, last = _products(sizes.hidden * side**2, text, names)
+    merged = sizes.hidden * side**2
+    first, last = products(text, names, merged, merged)
     return MergerSpec(last, tied=False, first=first, side=side)
-
-
-def _products(
-    merged: int, text: ModelSpec, names: tuple[str, str]
-) -> tuple[LinearSpec, LinearSpec]:
-    """The products of a merger. merged: features of the patches of a token."""
-    first, last = (
-        LinearSpec("lm_head", merged, (Part(name, features),), "none", bias=True)
-        for name, features in zip(names, (merged, text.hidden_size), strict=True)
-    )
-    return first, last
 
 
 def _tower(fields: Fields, encoder: _Encoder, text: ModelSpec) -> ModelSpec:
     patch = fields.positive("patch_size")
-    colours = fields.positive("in_channels", fields.config.get("in_chans", _COLOURS))
+    colours = fields.positive("in_channels", fields.config.get("in_chans", COLOURS))
     kernel = (colours, fields.positive("temporal_patch_size"), patch, patch)
     columns, hidden = kernel[0] * kernel[1] * patch * patch, encoder.sizes.hidden
     of_patches = PatchSpec(
@@ -255,20 +242,8 @@ def _tower(fields: Fields, encoder: _Encoder, text: ModelSpec) -> ModelSpec:
         kernel=kernel,
         bias=encoder.bias,
     )
-    return ModelSpec(
-        family=text.family,
-        embedding=of_patches,
-        layers=encoder.layers,
-        norm=encoder.norm,
-        head=encoder.merger,
-        max_context=1,
-        eos_token_ids=(),
-        dtype=text.dtype,
-        quantisation=text.quantisation,
-        writes=False,
-        is_causal=False,
-        unread=r"rotary_pos_emb\.inv_freq",
-    )
+    unread = r"rotary_pos_emb\.inv_freq"
+    return tower(text, of_patches, encoder.layers, encoder.norm, encoder.merger, unread)
 
 
 def _axes(

@@ -1,0 +1,64 @@
+"""Parts that encoders of pictures share. Pure."""
+
+from collections.abc import Sequence
+
+from loraplex.server.model.families import family
+from loraplex.server.model.spec.linear_spec import LinearSpec, Part
+from loraplex.server.model.spec.model_spec import LayerSpec, ModelSpec, NormSpec, RopeSpec
+from loraplex.server.model.spec.picture_spec import MergerSpec, PatchSpec
+
+BIASES = family.Biases(qkv=True, o=True, mlp=True)
+# Of a picture, where `config.json` has no number.
+COLOURS = 3
+
+
+def tower(
+    text: ModelSpec,
+    embedding: PatchSpec,
+    layers: Sequence[LayerSpec],
+    norm: NormSpec,
+    merger: MergerSpec,
+    unread: str,
+) -> ModelSpec:
+    """Make an encoder from its parts. text: the model's text part. unread: as of ModelSpec."""
+    return ModelSpec(
+        family=text.family,
+        embedding=embedding,
+        layers=tuple(layers),
+        norm=norm,
+        head=merger,
+        max_context=1,
+        eos_token_ids=(),
+        dtype=text.dtype,
+        quantisation=text.quantisation,
+        writes=False,
+        is_causal=False,
+        unread=unread,
+    )
+
+
+def plain_layer(
+    sizes: family.ModelSizes, rope: RopeSpec | None, names: family.LayerNames, norm: str
+) -> LayerSpec:
+    """Make a layer with LayerNorms, and an MLP without gate. norm: the name of norms, before their
+    number.
+    """
+    of = family.attention(sizes, rope, biases=BIASES)
+    of, mlp = family.branches_of(sizes, of, names, BIASES)
+    norms = family.NormPlaces(*(family.layer_norm(f"{norm}{n}", sizes) for n in (1, 2)))
+    return family.layer(sizes, of, mlp, norms)
+
+
+def products(
+    text: ModelSpec, names: tuple[str, str], inputs: int, inner: int, *, bias: bool = True
+) -> tuple[LinearSpec, LinearSpec]:
+    """Make the two products of a merger. inputs: features of the patches of a token. inner:
+    features between the products.
+    """
+    first, last = (
+        LinearSpec("lm_head", width, (Part(name, features),), "none", bias=bias)
+        for name, width, features in zip(
+            names, (inputs, inner), (inner, text.hidden_size), strict=True
+        )
+    )
+    return first, last

@@ -50,7 +50,7 @@ from loraplex.server.model.families.readers import (
 )
 from loraplex.server.model.families.readers.composite import COMPOSITES, Text, text_of
 from loraplex.server.model.families.refusals import other_family, other_forms
-from loraplex.server.model.families.towers.qwen_towers import read_pictures
+from loraplex.server.model.families.towers.read_pictures import read_pictures
 from loraplex.server.model.quantisation.quantisation import Quantisation
 from loraplex.server.model.quantisation.read import read_quantisation
 from loraplex.server.model.spec.model_spec import ModelSpec

@@ -1,4 +1,4 @@
-"""Encoders of pictures within larger models, by the model's type. Pure."""
+"""Qwen-VL's encoders. Pure."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -8,10 +8,10 @@ from msgspec.structs import replace
 
 from loraplex.server.model.families import family
 from loraplex.server.model.families.fields import Fields
-from loraplex.server.model.families.towers.clip_towers import read_llava
 from loraplex.server.model.families.towers.tower_parts import (
     BIASES,
     COLOURS,
+    ReadPictures,
     plain_layer,
     products,
     tower,
@@ -30,7 +30,6 @@ from loraplex.server.model.spec.picture_spec import (
     PictureSpec,
 )
 
-VISION = "vision_config"
 _EPSILON = 1e-6
 _ROPES = ("rope_scaling", "rope_parameters")
 _OF_PAIRS = RopeSpec("default", 10_000.0)
@@ -99,26 +98,6 @@ class _Kind(NamedTuple):
     takes_turns: bool = False
 
 
-def read_pictures(config: Mapping[str, Any], text: ModelSpec, fields: Fields) -> PictureSpec | None:
-    """Read how a larger model reads pictures; None where no reader is here, `config.json` describes
-    no encoder, or the vocabulary has no placeholder. text: its text part. fields: take what is
-    refused.
-    """
-    model_type, table = str(config.get("model_type")), config.get(VISION)
-    kind = _KINDS.get(model_type)
-    read = _READERS.get(model_type) if kind is None else partial(_read_qwen, kind)
-    if read is None or table is None:
-        return None
-    if not isinstance(table, Mapping):
-        fields.refuse(f"{VISION} must be a table, got {table!r}")
-        return None
-    beside = Fields(table)
-    found = read(config, text, beside)
-    for problem in beside.problems:
-        fields.refuse(f"{VISION}: {problem}")
-    return None if beside.problems else found
-
-
 def _read_qwen(
     kind: _Kind, config: Mapping[str, Any], text: ModelSpec, fields: Fields
 ) -> PictureSpec | None:
@@ -135,7 +114,7 @@ def _read_qwen(
     )
 
 
-def _read_qwen2(fields: Fields, text: ModelSpec) -> _Encoder:
+def _qwen2_encoder(fields: Fields, text: ModelSpec) -> _Encoder:
     """Qwen2-VL: LayerNorms, MLPs without gate, rotation by height and width."""
     inner = fields.positive("embed_dim") * fields.positive("mlp_ratio")
     sizes = _sizes(fields, "embed_dim", inner)
@@ -145,7 +124,7 @@ def _read_qwen2(fields: Fields, text: ModelSpec) -> _Encoder:
     return _Encoder(sizes, layers, family.layer_norm("merger.ln_q", sizes), merger)
 
 
-def _read_qwen25(fields: Fields, text: ModelSpec) -> _Encoder:
+def _qwen25_encoder(fields: Fields, text: ModelSpec) -> _Encoder:
     """Qwen2.5-VL: windows but for a few layers, RMS norms, gated MLPs, rotation by height and
     width.
     """
@@ -165,7 +144,7 @@ def _read_qwen25(fields: Fields, text: ModelSpec) -> _Encoder:
     return _Encoder(sizes, tuple(layers), norm, merger, window)
 
 
-def _read_qwen3(fields: Fields, text: ModelSpec) -> _Encoder:
+def _qwen3_encoder(fields: Fields, text: ModelSpec) -> _Encoder:
     """Qwen3-VL: as Qwen2-VL, with a table of positions and deep mergers."""
     sizes = _sizes(fields, "hidden_size", fields.positive("intermediate_size"))
     names = family.LayerNames(("attn.qkv",), "attn.proj", "mlp.linear_fc1", "mlp.linear_fc2")
@@ -263,14 +242,8 @@ def _axes(
     return tuple(axis for axis, size in enumerate(sections) for _ in range(size))
 
 
-_QWEN3_KIND = _Kind(_QWEN3, _read_qwen3, sections=(24, 20, 20), takes_turns=True)
-_KINDS = {
-    "qwen2_5_vl": _Kind(_QWEN25, _read_qwen25),
-    "qwen2_vl": _Kind(_QWEN2, _read_qwen2),
-    "qwen3_vl": _QWEN3_KIND,
-    "qwen3_vl_moe": _QWEN3_KIND,
-}
-# Of encoders of other kinds.
-_READERS: dict[str, Callable[[Mapping[str, Any], ModelSpec, Fields], PictureSpec | None]] = {
-    "llava": read_llava,
-}
+read_qwen2: ReadPictures = partial(_read_qwen, _Kind(_QWEN2, _qwen2_encoder))
+read_qwen25: ReadPictures = partial(_read_qwen, _Kind(_QWEN25, _qwen25_encoder))
+read_qwen3: ReadPictures = partial(
+    _read_qwen, _Kind(_QWEN3, _qwen3_encoder, sections=(24, 20, 20), takes_turns=True)
+)

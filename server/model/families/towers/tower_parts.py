@@ -1,11 +1,17 @@
 """Parts that encoders of pictures share. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from loraplex.server.model.families import family
+from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.spec.linear_spec import LinearSpec, Part
 from loraplex.server.model.spec.model_spec import LayerSpec, ModelSpec, NormSpec, RopeSpec
-from loraplex.server.model.spec.picture_spec import MergerSpec, PatchSpec
+from loraplex.server.model.spec.picture_spec import MergerSpec, PatchSpec, PictureSpec
+
+# Of a larger model's `config.json`, its text part, and the table of its encoder. None where the
+# vocabulary has no placeholder, or an encoder is of another kind.
+ReadPictures = Callable[[Mapping[str, Any], ModelSpec, Fields], PictureSpec | None]
 
 BIASES = family.Biases(qkv=True, o=True, mlp=True)
 # Of a picture, where `config.json` has no number.

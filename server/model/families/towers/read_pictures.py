@@ -1,0 +1,38 @@
+"""Readers of encoders of pictures within larger models, by the model's type. Pure."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from loraplex.server.model.families.fields import Fields
+from loraplex.server.model.families.towers.clip_towers import read_llava
+from loraplex.server.model.families.towers.qwen_towers import read_qwen2, read_qwen3, read_qwen25
+from loraplex.server.model.families.towers.tower_parts import ReadPictures
+from loraplex.server.model.spec.model_spec import ModelSpec
+from loraplex.server.model.spec.picture_spec import PictureSpec
+
+_VISION = "vision_config"
+_READERS: dict[str, ReadPictures] = {
+    "llava": read_llava,
+    "qwen2_5_vl": read_qwen25,
+    "qwen2_vl": read_qwen2,
+    "qwen3_vl": read_qwen3,
+    "qwen3_vl_moe": read_qwen3,
+}
+
+
+def read_pictures(config: Mapping[str, Any], text: ModelSpec, fields: Fields) -> PictureSpec | None:
+    """Read how a larger model reads pictures; None where no reader is here, `config.json` describes
+    no encoder, or the vocabulary has no placeholder. text: its text part. fields: take what is
+    refused.
+    """
+    read, table = _READERS.get(str(config.get("model_type"))), config.get(_VISION)
+    if read is None or table is None:
+        return None
+    if not isinstance(table, Mapping):
+        fields.refuse(f"{_VISION} must be a table, got {table!r}")
+        return None
+    beside = Fields(table)
+    found = read(config, text, beside)
+    for problem in beside.problems:
+        fields.refuse(f"{_VISION}: {problem}")
+    return None if beside.problems else found

@@ -24,6 +24,7 @@ from loraplex.launcher.evaluation import command as eval_command
 from loraplex.launcher.moved_line import Moved, move
 from loraplex.launcher.options import OptionError, build, options_of
 from loraplex.launcher.parity import command as parity_command
+from loraplex.launcher.router_client import json_text
 from loraplex.router.config import RouterConfig
 from loraplex.server.config import WorkerConfig
 
@@ -376,7 +377,7 @@ def _bench(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
 
 
 def _info(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
-    from loraplex.launcher.info import gather, to_json, to_text
+    from loraplex.launcher.info import gather, to_text
 
     if arguments.model is not None:
         _model_info(arguments, environ)
@@ -384,7 +385,7 @@ def _info(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     if arguments.revision is not None:
         raise OptionError("--revision is of a MODEL: name one")
     facts = gather()
-    sys.stdout.write(to_json(facts) if arguments.json else to_text(facts))
+    sys.stdout.write(json_text(facts) if arguments.json else to_text(facts))
 
 
 def _model_info(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:

@@ -10,7 +10,6 @@ import msgspec
 from loraplex.adapters.common import extras
 from loraplex.adapters.helpers.helper import start_problem
 from loraplex.launcher.known_models import served_families
-from loraplex.launcher.router_client import json_text
 from loraplex.router.helper_check import HELPERS
 from loraplex.server.worker.process.device import choose_device, cuda_devices, torch_build
 
@@ -157,10 +156,6 @@ def _bfloat16(on_gpu: bool, has_bfloat16: bool) -> Ability:
     if not has_bfloat16:
         return Ability("bfloat16", False, "needs compute capability 8.0: float16 is used")
     return Ability("bfloat16", True, "weights and adapters in bfloat16")
-
-
-def to_json(facts: MachineFacts) -> str:
-    return json_text(facts)
 
 
 def to_text(facts: MachineFacts) -> str:

@@ -11,8 +11,6 @@ from loraplex.adapters.common.strict_json import StrictJsonError, decode_object
 Message = dict[str, Any]
 FaultCause = Literal["template_error", "unsupported", "invalid"]
 NoContent = Literal["absent", "null", "empty", "part"]
-# What becomes of tools that the template does not read: a default text describes them, the prompt
-# is refused, or has nothing of them.
 Verbosity = Literal["low", "medium", "high"]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 # Other servers' names of an assistant's reasoning. What callers send has the first.

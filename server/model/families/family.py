@@ -44,6 +44,8 @@ _ACTIVATIONS: dict[str, Activation] = {
     "relu2": "relu2",
     "tanh": "tanh",
 }
+# Of a layer, before attention and before the MLP.
+LLAMA_NORMS = ("input_layernorm", "post_attention_layernorm")
 # Kinds of layers in `layer_types`: those that attend to all tokens, and those with a window.
 FULL, WINDOWED = "full_attention", "sliding_attention"
 # Tokens of a context where `config.json` says nothing, as transformers has it for each type.
@@ -445,10 +447,7 @@ def branches_of(
 
 
 def llama_norms(sizes: ModelSizes) -> NormPlaces:
-    return NormPlaces(
-        pre_attention=NormSpec("input_layernorm", sizes.hidden, sizes.epsilon),
-        pre_mlp=NormSpec("post_attention_layernorm", sizes.hidden, sizes.epsilon),
-    )
+    return NormPlaces(*(NormSpec(name, sizes.hidden, sizes.epsilon) for name in LLAMA_NORMS))
 
 
 def refuse_other_head_dim(fields: Fields, sizes: ModelSizes) -> None:
@@ -469,6 +468,13 @@ def tied_where_unsaid(fields: Fields) -> Fields:
 def layer_norm(path: str, sizes: ModelSizes, *, bias: bool = True) -> NormSpec:
     """Make a LayerNorm of the residual stream."""
     return NormSpec(path, sizes.hidden, sizes.epsilon, kind="layer", bias=bias)
+
+
+def layer_norms(
+    sizes: ModelSizes, names: tuple[str, str] = LLAMA_NORMS, *, bias: bool = True
+) -> NormPlaces:
+    """Make LayerNorms before attention and before the MLP."""
+    return NormPlaces(*(layer_norm(name, sizes, bias=bias) for name in names))
 
 
 def ended(model: ModelSpec, layers: Sequence[LayerSpec]) -> ModelSpec:

@@ -52,11 +52,7 @@ def read_bloom(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     of = family.attention(sizes, None, biases=biases)
     of = replace(of, slopes=family.alibi_slopes(sizes.heads))
     of, mlp = family.branches_of(sizes, of, gpt.FALCON_NAMES, biases, Groups(sizes.heads))
-    norms = (
-        family.layer_norm("input_layernorm", sizes),
-        family.layer_norm("post_attention_layernorm", sizes),
-    )
-    layers = [gpt.layer_of(of, mlp, *norms, parallel=False)] * sizes.layers
+    layers = [family.layer(sizes, of, mlp, family.layer_norms(sizes))] * sizes.layers
     fields = family.tied_where_unsaid(fields)
     model = family.layer_normed(fields, generation, sizes, layers, sizes.positions, _BLOOM_EOS)
     norm = family.layer_norm(f"model.{_BLOOM_NORM}", sizes)
@@ -83,10 +79,9 @@ def read_mpt(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     clip = fields.number(said, "clip_qkv", None) if said.get("clip_qkv") else 0.0
     of = replace(of, clip=clip, slopes=family.alibi_slopes(sizes.heads))
     of, mlp = family.branches_of(sizes, of, _MPT_NAMES, family.NO_BIASES)
-    norms = (family.layer_norm(f"norm_{n}", sizes, bias=False) for n in (1, 2))
-    layer = gpt.layer_of(of, mlp, *norms, parallel=False)
+    norms = family.layer_norms(sizes, ("norm_1", "norm_2"), bias=False)
     fields = family.tied_where_unsaid(fields)
-    layers = [layer] * sizes.layers
+    layers = [family.layer(sizes, of, mlp, norms)] * sizes.layers
     model = family.layer_normed(fields, generation, sizes, layers, sizes.positions, None)
     last = family.layer_norm(model.norm.path, sizes, bias=False)
     return replace(model, norm=last, stored_names=gpt.MPT_TENSORS)

@@ -21,6 +21,7 @@ _KEYS = {
 }
 _ATTENTION, _EXPERTS = "norm_attn_norm.attn", "ffn.experts.mlp"
 _NAMES = experts.ExpertNames("ffn.router.layer", _EXPERTS, gate="w1", up="v1", down="w2")
+_NORMS = "norm_attn_norm.norm_1", "norm_attn_norm.norm_2"
 _ROWS = ExpertStorage(_EXPERTS, "rows")
 _TRANSPOSED = ExpertStorage(_EXPERTS, "rows", transposed=True)
 
@@ -45,9 +46,7 @@ def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     clip = 0.0 if said.get("clip_qkv") is None else fields.number(said, "clip_qkv", None)
     qkv = family.fused(of.qkv, f"{_ATTENTION}.Wqkv")
     of = replace(of, qkv=qkv, o=family.with_paths(of.o, f"{_ATTENTION}.out_proj"), clip=clip)
-    norms = family.NormPlaces(
-        *(family.layer_norm(f"norm_attn_norm.norm_{n}", sizes, bias=False) for n in (1, 2))
-    )
+    norms = family.layer_norms(sizes, _NORMS, bias=False)
     layers = [family.layer(sizes, of, _read_experts(fields, feed, sizes), norms)] * sizes.layers
     model = family.layer_normed(fields, generation, sizes, layers, max_context, None)
     last = family.layer_norm(model.norm.path, sizes, bias=False)

@@ -16,7 +16,6 @@ from loraplex.server.model.spec.model_spec import (
     LayerSpec,
     MlpSpec,
     ModelSpec,
-    NormSpec,
     RopeSpec,
     StepSpec,
 )
@@ -106,11 +105,8 @@ def read_gpt_neox(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     biases = family.Biases(qkv=bias, o=bias, mlp=True)
     of = family.attention(sizes, rope, biases=biases)
     of, mlp = family.branches_of(sizes, of, _NEOX_NAMES, biases, Groups(sizes.heads))
-    norms = (
-        family.layer_norm("input_layernorm", sizes),
-        family.layer_norm("post_attention_layernorm", sizes),
-    )
-    layer = layer_of(of, mlp, *norms, parallel=bool(config.get("use_parallel_residual", True)))
+    parallel = bool(config.get("use_parallel_residual", True))
+    layer = _layer(sizes, (of, mlp), family.layer_norms(sizes), parallel=parallel)
     model = family.layer_normed(
         fields, generation, sizes, [layer] * sizes.layers, max_context, _NEOX_EOS
     )
@@ -127,11 +123,7 @@ def read_persimmon(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     if fields.config.get("qk_layernorm", True):
         of = family.with_layer_norms(of, sizes)
     of, mlp = family.branches_of(sizes, of, _PERSIMMON_NAMES, biases, Groups(sizes.heads))
-    norms = (
-        family.layer_norm("input_layernorm", sizes),
-        family.layer_norm("post_attention_layernorm", sizes),
-    )
-    layer = layer_of(of, mlp, *norms, parallel=False)
+    layer = family.layer(sizes, of, mlp, family.layer_norms(sizes))
     model = family.layer_normed(
         fields, generation, sizes, [layer] * sizes.layers, max_context, _PERSIMMON_EOS
     )
@@ -182,11 +174,11 @@ def _falcon_layer(
     if is_new and norms not in (None, 1, 2) or not is_new and parallel and norms == 2:
         fields.refuse(f"num_ln_in_parallel_attn: {norms!r} is not served with such layers")
     if is_new and norms != 1:
-        two = family.layer_norm("ln_attn", sizes), family.layer_norm("ln_mlp", sizes)
-        return layer_of(*branches, *two, parallel=True)
-    first = family.layer_norm("input_layernorm", sizes)
-    second = None if parallel else family.layer_norm("post_attention_layernorm", sizes)
-    return layer_of(*branches, first, second, parallel=parallel)
+        two = family.layer_norms(sizes, ("ln_attn", "ln_mlp"))
+        return _layer(sizes, branches, two, parallel=True)
+    both = family.layer_norms(sizes)
+    one = both._replace(pre_mlp=None)
+    return _layer(sizes, branches, one if parallel else both, parallel=parallel)
 
 
 def with_usual_keys(
@@ -228,15 +220,15 @@ def read_sizes(fields: Fields, kv_heads: object, epsilon_key: str) -> family.Mod
     return sizes
 
 
-def layer_of(
-    of: AttentionSpec,
-    mlp: MlpSpec,
-    first: NormSpec,
-    second: NormSpec | None,
+def _layer(
+    sizes: family.ModelSizes,
+    branches: tuple[AttentionSpec, MlpSpec],
+    norms: family.NormPlaces,
     *,
     parallel: bool,
 ) -> LayerSpec:
-    """A layer of one step, or of two. second: the norm that the MLP reads, where it has its own."""
-    if parallel:
-        return LayerSpec((StepSpec((of, mlp), first, own=(BranchNorms(), BranchNorms(second))),))
-    return LayerSpec((StepSpec((of,), first), StepSpec((mlp,), second)))
+    """Make a layer of one step, or of two. norms: of one step the MLP has its own, or none."""
+    if not parallel:
+        return family.layer(sizes, *branches, norms)
+    own = BranchNorms(), BranchNorms(norms.pre_mlp)
+    return LayerSpec((StepSpec(branches, norms.pre_attention, own=own),))

@@ -152,8 +152,7 @@ def _of_two(
     branches: tuple[AttentionSpec, MlpSpec],
     norms: tuple[str, str] = ("ln_1", "ln_2"),
 ) -> LayerSpec:
-    first, second = (family.layer_norm(path, sizes) for path in norms)
-    return gpt.layer_of(*branches, first, second, parallel=False)
+    return family.layer(sizes, *branches, family.layer_norms(sizes, norms))
 
 
 def _transposed(branch: Branch) -> Branch:

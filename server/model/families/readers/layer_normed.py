@@ -38,7 +38,9 @@ def read_starcoder2(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     )
     windows = family.read_windows(fields, sizes, config.get("sliding_window"))
     layers = [
-        family.layer(sizes, family.attention(sizes, rope, each, biases), mlp, _norms(sizes))
+        family.layer(
+            sizes, family.attention(sizes, rope, each, biases), mlp, family.layer_norms(sizes)
+        )
         for each in windows
     ]
     fields = family.tied_where_unsaid(fields)
@@ -55,7 +57,7 @@ def read_stablelm(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     rope, max_context = read_rope(fields, sizes, RopeRules(partial=0.25))
     biases = family.Biases(qkv=bool(config.get("use_qkv_bias", False)))
     of = family.attention(sizes, rope, biases=biases)
-    layer = family.layer(sizes, of, norms=_norms(sizes))
+    layer = family.layer(sizes, of, norms=family.layer_norms(sizes))
     if config.get("use_parallel_residual", False):
         layer = LayerSpec((StepSpec((of, family.mlp(sizes)), layer.steps[0].pre),))
     return family.layer_normed(
@@ -117,10 +119,3 @@ def _cohere(
     scale = fields.number(config, "logit_scale", 0.0625)
     last = replace(model.norm, bias=False)
     return replace(model, norm=last, head=replace(model.head, scale=scale))
-
-
-def _norms(sizes: family.ModelSizes) -> family.NormPlaces:
-    return family.NormPlaces(
-        family.layer_norm("input_layernorm", sizes),
-        family.layer_norm("post_attention_layernorm", sizes),
-    )

@@ -279,8 +279,7 @@ def read_phimoe(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     sizes = read_sizes(fields, epsilon=1e-5)
     rope, max_context = read_rope(fields, sizes, RopeRules(theta=1e6))
     biases = family.attention_biases(fields)
-    names = "input_layernorm", "post_attention_layernorm"
-    norms = family.NormPlaces(*(family.layer_norm(name, sizes) for name in names))
+    norms = family.layer_norms(sizes)
     counts = experts.read_counts(fields, default=16, default_of_token=2)
     moe = experts.moe(sizes.hidden, sizes.inner, counts, _PHIMOE, "sparse_mixer")
     moe = replace(moe, margin=2 * fields.number(config, "router_jitter_noise", 0.01))

@@ -51,8 +51,7 @@ def plain_layer(
     """
     of = family.attention(sizes, rope, biases=BIASES)
     of, mlp = family.branches_of(sizes, of, names, BIASES)
-    norms = family.NormPlaces(*(family.layer_norm(f"{norm}{n}", sizes) for n in (1, 2)))
-    return family.layer(sizes, of, mlp, norms)
+    return family.layer(sizes, of, mlp, family.layer_norms(sizes, (f"{norm}1", f"{norm}2")))
 
 
 def products(

@@ -52,8 +52,10 @@ class Rotations:
         positions = layout.positions
         if self._first_long is not None:
             return positions + layout.long_rows[layout.token_rows] * self._first_long
-        if self._sections is None or layout.turns is None:
-            return None if self._sections is None else positions
+        if self._sections is None:
+            return None
+        if layout.turns is None:
+            return positions
         first, count = len(self._positions), len(positions)
         places = self._sections.positions(layout.turns)
         for (head_dim, rope, _), made in self._by_kind.items():

@@ -27,7 +27,12 @@ class Rotations:
         self._of_step = 0 if self._sections is None else max_tokens
         kinds = {layer: _kind(attention) for layer, attention in model.attentions.items()}
         made = {kind: self._rotation(*kind) for kind in set(kinds.values())}
-        self._by_kind, self._by_layer = made, {layer: made[kind] for layer, kind in kinds.items()}
+        self._by_layer = {layer: made[kind] for layer, kind in kinds.items()}
+        self._turned = [
+            (rope, inverse_frequencies(rope, head_dim, device), rotation)
+            for (head_dim, rope, _), rotation in made.items()
+            if rope is not None
+        ]
 
     def __getitem__(self, layer: int) -> Rotation:
         return self._by_layer[layer]
@@ -58,10 +63,8 @@ class Rotations:
             return positions
         first, count = len(self._positions), len(positions)
         places = self._sections.positions(layout.turns)
-        for (head_dim, rope, _), made in self._by_kind.items():
-            if rope is not None:
-                angles = self._angles(places, head_dim, rope, long=False)
-                made.cos_sin[first : first + count].copy_(angles)
+        for rope, inv_freq, made in self._turned:
+            made.cos_sin[first : first + count].copy_(_angles(places, inv_freq, rope))
         return torch.arange(first, first + count, device=positions.device)
 
     def _rotation(
@@ -78,18 +81,17 @@ class Rotations:
         if rope is None:
             return torch.empty(len(self._positions), 0, device=self._positions.device)
         long = long and bool(rope.long_factors)
-        return self._angles(self._positions, head_dim, rope, long=long)
-
-    def _angles(
-        self, places: torch.Tensor, head_dim: int, rope: RopeSpec, *, long: bool
-    ) -> torch.Tensor:
-        """Compute cos and sin, float32 `[tokens, 2 n]`. places: as of the function `cos_sin`."""
-        inv_freq = inverse_frequencies(rope, head_dim, places.device, long=long)
-        return torch.cat(cos_sin(places, inv_freq, rope.attention_factor), dim=-1).squeeze(1)
+        inv_freq = inverse_frequencies(rope, head_dim, self._positions.device, long=long)
+        return _angles(self._positions, inv_freq, rope)
 
     def _scale(self, scale: PositionScale) -> torch.Tensor:
         """Compute the factor of queries at each position, float32 `[positions]`."""
         return 1.0 + scale.beta * (1.0 + self._positions // scale.context).log()
+
+
+def _angles(places: torch.Tensor, inv_freq: torch.Tensor, rope: RopeSpec) -> torch.Tensor:
+    """Compute cos and sin, float32 `[tokens, 2 n]`. places, inv_freq: as of `cos_sin`."""
+    return torch.cat(cos_sin(places, inv_freq, rope.attention_factor), dim=-1).squeeze(1)
 
 
 def _kind(attention: AttentionSpec) -> tuple[int, RopeSpec | None, PositionScale | None]:

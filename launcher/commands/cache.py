@@ -15,7 +15,7 @@ import platform
 import re
 import sys
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -98,7 +98,7 @@ def write(file: Path, made: BuiltWith) -> Manifest:
     contents = {**dict(_of_triton(made.gpu)), **dict(_of_flashinfer())}
     if not contents:
         raise BundleError(f"no kernels have been compiled for {made.gpu} here: start a worker once")
-    files = {name: hashlib.sha256(data).hexdigest() for name, data in sorted(contents.items())}
+    files = _hashes(contents)
     manifest = Manifest(made, files, _digest(files))
     unfinished = file.with_name(f"{file.name}.part")
     with (
@@ -154,7 +154,7 @@ def read(file: Path) -> tuple[Manifest, dict[str, bytes]]:
                 contents[entry.name] = source.read()
     except (tarfile.TarError, EOFError, gzip.BadGzipFile, msgspec.MsgspecError) as error:
         raise BundleError(f"{file}: no bundle, or a part of one ({error})") from error
-    files = {name: hashlib.sha256(data).hexdigest() for name, data in sorted(contents.items())}
+    files = _hashes(contents)
     if manifest is None or files != manifest.files or _digest(files) != manifest.digest:
         raise BundleError(f"{file}: the bundle is damaged: it has other bytes than it says")
     return manifest, contents
@@ -211,6 +211,11 @@ def _kernels() -> str:
             source = path.read_bytes()
             found.update(f"{path.relative_to(root)} {len(source)}\n".encode() + source)
     return found.hexdigest()[:16]
+
+
+def _hashes(contents: Mapping[str, bytes]) -> dict[str, str]:
+    """SHA-256 of each file, in order of names."""
+    return {name: hashlib.sha256(data).hexdigest() for name, data in sorted(contents.items())}
 
 
 def _digest(files: dict[str, str]) -> str:

@@ -262,7 +262,7 @@ def _version() -> str:
 
 
 def _serve(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
-    from loraplex.launcher.serve import serve
+    from loraplex.launcher.serving.serve import serve
 
     moved: Moved = arguments.moved
     values = config.resolve(config.serve_options(), arguments, environ, optional=("model",))
@@ -310,7 +310,7 @@ def _config(kind: type[T], arguments: argparse.Namespace, environ: Mapping[str, 
 
 
 def _routers(chosen: RouterConfig, environ: Mapping[str, str]) -> None:
-    from loraplex.launcher.routers import run
+    from loraplex.launcher.serving.routers import run
 
     run(chosen, environ)
 
@@ -325,7 +325,7 @@ def _one_router(chosen: RouterConfig) -> None:
 
 
 def _worker(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
-    from loraplex.launcher.plan import with_demo_name
+    from loraplex.launcher.serving.plan import with_demo_name
     from loraplex.server.worker.main import run
 
     chosen = with_demo_name(_config(WorkerConfig, arguments, environ))

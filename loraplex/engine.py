@@ -29,8 +29,8 @@ import httpx
 from loraplex.adapters.peft.config import CONFIG_FILE
 from loraplex.adapters.uploads.archive import adapter_files, archive_stream
 from loraplex.launcher.config import environment
-from loraplex.launcher.local_worker import until_ready
-from loraplex.launcher.processes import Child, start_child
+from loraplex.launcher.serving.local_worker import until_ready
+from loraplex.launcher.serving.processes import Child, start_child
 from loraplex.results import Chunk, Output, Vector
 from loraplex.router.call import DIGEST_HEADER
 

@@ -19,7 +19,7 @@ from loraplex.router.lines.errors import BatchError
 
 if TYPE_CHECKING:
     from loraplex.launcher.batch.job import BatchJob
-    from loraplex.launcher.serve import Serve
+    from loraplex.launcher.serving.serve import Serve
     from loraplex.router.lines.index import BatchInput
     from loraplex.router.lines.journal import Journal
 
@@ -149,8 +149,8 @@ def _own_server(arguments: argparse.Namespace, environ: Mapping[str, str], work:
     """A server on a port of its own, for this machine alone. work: folder for its files, unless
     --files-dir names one. Raises what `serve` raises.
     """
-    from loraplex.launcher.plan import LOOPBACK
-    from loraplex.launcher.serve import Serve, checked_plan
+    from loraplex.launcher.serving.plan import LOOPBACK
+    from loraplex.launcher.serving.serve import Serve, checked_plan
 
     values = resolve(batch_options(), arguments, environ, optional=("model",))
     values |= {"host": LOOPBACK, "port": 0, "files_dir": values["files_dir"] or work / "files"}
@@ -159,7 +159,7 @@ def _own_server(arguments: argparse.Namespace, environ: Mapping[str, str], work:
 
 async def _until_over(url: str | None, server: "Serve | None", job: "BatchJob") -> bool:
     """Run the job to its end. False = it was stopped at once. Raises ChildFailed."""
-    from loraplex.launcher.until_signal import run_services
+    from loraplex.launcher.serving.until_signal import run_services
 
     if server is not None:
         return await server.run(job)

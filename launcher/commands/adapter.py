@@ -41,8 +41,8 @@ from loraplex.launcher.convert.command import check_new_folder, convert
 from loraplex.launcher.convert.plan import Conversion
 from loraplex.launcher.demo import BASE_NAME, model_path
 from loraplex.launcher.options import OptionError
-from loraplex.launcher.plan import is_demo_model
 from loraplex.launcher.router_client import as_json
+from loraplex.launcher.serving.plan import is_demo_model
 from loraplex.router.api.admin.adapters import EndToken, end_tokens, partial_of
 from loraplex.router.call import RequestError
 from loraplex.router.generation.ends import AnswerEnds

@@ -17,7 +17,7 @@ from loraplex.adapters.common.meters import Meters
 from loraplex.launcher import config
 from loraplex.launcher.command_line import Parser, add_options, flags_of
 from loraplex.launcher.moved_line import move
-from loraplex.launcher.plan import ServePlan, plan
+from loraplex.launcher.serving.plan import ServePlan, plan
 from loraplex.router.build import build_service
 from loraplex.router.config import RouterConfig
 from loraplex.router.operations.compat_metrics import COMPAT_PREFIX, CompatMetrics

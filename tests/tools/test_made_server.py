@@ -19,8 +19,8 @@ from loraplex.launcher.bench.report import Outcome
 from loraplex.server.model.base_facts import read_base_spec
 from loraplex.server.worker.metrics import WorkerMetrics
 from tests.grids import beyond
+from tests.launcher.serving.test_serve import Serving
 from tests.launcher.test_bench_grid import TINY
-from tests.launcher.test_serve import Serving
 from tools.bench.__main__ import main as tool
 from tools.bench.streams import growth, parse_counters
 from tools.bench.windows import (

@@ -37,9 +37,9 @@ from loraplex.launcher.bench.output import print_points
 from loraplex.launcher.bench.report import Outcome, percentile
 from loraplex.launcher.command_line import Parser
 from loraplex.launcher.option_types import above, lora_ranks, whole
-from loraplex.launcher.plan import LOOPBACK
 from loraplex.launcher.router_client import push
-from loraplex.launcher.serve import free_port
+from loraplex.launcher.serving.plan import LOOPBACK
+from loraplex.launcher.serving.serve import free_port
 from loraplex.server.worker.process.sizing import heavy_threads
 from tools.bench import cold
 from tools.bench.make_model import Maker

@@ -23,8 +23,8 @@ from loraplex.launcher.bench.output import print_points
 from loraplex.launcher.bench.report import Outcome, percentile
 from loraplex.launcher.command_line import Parser
 from loraplex.launcher.option_types import whole
-from loraplex.launcher.plan import LOOPBACK
-from loraplex.launcher.serve import free_port
+from loraplex.launcher.serving.plan import LOOPBACK
+from loraplex.launcher.serving.serve import free_port
 from loraplex.router.http.client import http_client
 
 _START_S = 60.0

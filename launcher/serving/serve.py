@@ -16,18 +16,18 @@ import httpx
 from loraplex.adapters.common import extras
 from loraplex.adapters.common.loopback import is_loopback
 from loraplex.launcher.config import check_router, check_worker, child_environment, document_of
-from loraplex.launcher.local_bases import asked_of_each, check_room, shifted
-from loraplex.launcher.local_worker import (
+from loraplex.launcher.model_needs import ModelNeeds, choose_groups
+from loraplex.launcher.options import Values
+from loraplex.launcher.serving.local_bases import asked_of_each, check_room, shifted
+from loraplex.launcher.serving.local_worker import (
     POLL_INTERVAL_S,
     STOP_MARGIN_S,
     local_workers,
     until_ready,
     watched_ports,
 )
-from loraplex.launcher.model_needs import ModelNeeds, choose_groups
-from loraplex.launcher.options import Values
-from loraplex.launcher.plan import LOOPBACK, ServePlan, plan
-from loraplex.launcher.processes import (
+from loraplex.launcher.serving.plan import LOOPBACK, ServePlan, plan
+from loraplex.launcher.serving.processes import (
     Child,
     ChildSupervisor,
     Say,
@@ -36,7 +36,7 @@ from loraplex.launcher.processes import (
     start_child,
     write_lines_as,
 )
-from loraplex.launcher.until_signal import Supervised, run_services
+from loraplex.launcher.serving.until_signal import Supervised, run_services
 from loraplex.launcher.worker_groups import WorkerGroups
 from loraplex.router.config import RouterConfig
 from loraplex.router.tenancy.tenancy import needs_keys

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.launcher.processes import (
+from loraplex.launcher.serving.processes import (
     MAX_LINE_BYTES,
     Child,
     ChildFailed,

@@ -9,8 +9,14 @@ from pathlib import Path
 from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.ref import local_name, name_fault, parse_ref
 from loraplex.launcher.demo import BASE_NAME, EXAMPLES, adapter_paths, model_path
-from loraplex.launcher.local_bases import LocalBase, beside, name_of, named_models, under_name
 from loraplex.launcher.options import OptionError, Values, build, path_of
+from loraplex.launcher.serving.local_bases import (
+    LocalBase,
+    beside,
+    name_of,
+    named_models,
+    under_name,
+)
 from loraplex.launcher.worker_groups import AskedGroups, WorkerGroups, undivided
 from loraplex.router.config import RouterConfig
 from loraplex.server.config import WorkerConfig

@@ -5,7 +5,7 @@ import signal
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
-from loraplex.launcher.processes import say
+from loraplex.launcher.serving.processes import say
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

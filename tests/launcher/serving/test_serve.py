@@ -22,9 +22,9 @@ from tests.grids import beyond, sparse
 from tests.ports import free_port
 from tests.tethered import tethered
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TIMEOUT_S = 240.0
-PEM = Path(__file__).parents[1] / "adapters" / "self_signed.pem"
+PEM = Path(__file__).parents[2] / "adapters" / "self_signed.pem"
 KEY = "sk-written-for-vllm"
 QUICK = ("--executor", certify(step_s=0.002), "--kv-memory", "64MiB")
 

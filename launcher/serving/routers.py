@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from loraplex.launcher.config import child_environment, document_of
 from loraplex.launcher.options import MAX_PORT, OptionError
-from loraplex.launcher.processes import (
+from loraplex.launcher.serving.processes import (
     Child,
     ChildSupervisor,
     Say,
@@ -16,7 +16,7 @@ from loraplex.launcher.processes import (
     start_child,
     write_lines_as,
 )
-from loraplex.launcher.until_signal import run_services
+from loraplex.launcher.serving.until_signal import run_services
 from loraplex.router.config import RouterConfig
 from loraplex.router.http.listeners import LISTENING, listen, share, url_of
 

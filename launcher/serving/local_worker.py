@@ -12,8 +12,8 @@ import httpx
 
 from loraplex.launcher.config import child_environment, document_of
 from loraplex.launcher.options import MAX_PORT, OptionError
-from loraplex.launcher.plan import LOOPBACK, ServePlan
-from loraplex.launcher.processes import Child, ChildSupervisor, Say, say, start_child
+from loraplex.launcher.serving.plan import LOOPBACK, ServePlan
+from loraplex.launcher.serving.processes import Child, ChildSupervisor, Say, say, start_child
 from loraplex.launcher.worker_groups import WorkerGroups
 from loraplex.server.config import WorkerConfig
 from loraplex.server.engine.messages import StartProgress

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from loraplex.launcher.processes import _Screen
-from loraplex.launcher.serve import start_line
+from loraplex.launcher.serving.processes import _Screen
+from loraplex.launcher.serving.serve import start_line
 from loraplex.server.engine.messages import StartProgress
 
 HALF = StartProgress("reading weights", 7.5, 15, "GiB")

@@ -7,12 +7,13 @@ import pytest
 from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.ref import parse_ref, path_of_local
 from loraplex.adapters.sources.local import LocalSource
-from loraplex.launcher import config, serve
+from loraplex.launcher import config
 from loraplex.launcher.bench.engine.offline import SHIPPED
 from loraplex.launcher.command_line import Parser, add_options
 from loraplex.launcher.options import OptionError
-from loraplex.launcher.plan import ServePlan, plan, resolve_alias
-from loraplex.launcher.serve import Serve
+from loraplex.launcher.serving import serve
+from loraplex.launcher.serving.plan import ServePlan, plan, resolve_alias
+from loraplex.launcher.serving.serve import Serve
 from loraplex.server.model.checkpoint.checkpoint import read_config
 from loraplex.server.worker.process.device import CudaDevice, TorchBuild
 

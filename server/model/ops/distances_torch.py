@@ -11,6 +11,7 @@ import torch
 
 from loraplex.server.model.lora.lora import LoraBatch, Segment
 from loraplex.server.model.ops.ops import DistanceProduct
+from loraplex.server.model.ops.transfers import to_device
 from loraplex.server.model.spec.model_spec import AttentionSpec, DistanceVectors
 
 
@@ -41,9 +42,10 @@ def attend_distances(
     heads = qkv.view(len(qkv), -1, spec.head_dim).transpose(0, 1)
     out = heads.new_empty(spec.num_heads, len(qkv), spec.head_dim)
     longest = max((text.stop - text.start for text in texts), default=1)
-    rows = rows_of_distances(of, longest).to(qkv.device)
-    table = vectors.table[rows.min() : rows.max() + 1]
-    rows = rows - rows.min()
+    rows = rows_of_distances(of, longest)
+    first, last = int(rows[0]), int(rows[-1])  # rows rise with distances
+    table = vectors.table[first : last + 1]
+    rows = to_device(rows.sub_(first).numpy(), qkv.device)
     product = vectors.linear.run(table)
     segments = () if lora is None else lora.segments
     for number, group in groupby(texts, lambda text: _adapter_of(text, segments)):

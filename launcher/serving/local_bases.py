@@ -1,22 +1,19 @@
 """The bases that one `loraplex serve` has on this machine, and the GPUs of each. Pure."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from loraplex.launcher.options import OptionError
 from loraplex.launcher.worker_groups import AskedGroups, WorkerGroups
 from loraplex.server.config import WorkerConfig
 
 
-@dataclass(frozen=True, slots=True)
-class LocalBase:
-    """A base model beside the first. name: what requests call it. worker: of its workers. groups:
-    their GPUs.
-    """
+class LocalBase(NamedTuple):
+    """A base model. groups: GPUs of its workers. worker: their config."""
 
-    name: str
-    worker: WorkerConfig
     groups: WorkerGroups
+    worker: WorkerConfig
 
 
 def named_models(texts: Sequence[str]) -> list[tuple[str, str]]:

@@ -106,13 +106,13 @@ def local_workers(
     ]
     processes = sum(groups.workers * groups.tp for groups, _ in bases)
     places: Sequence[socket.socket | None] = watched or [None] * len(asked)
-    made = []
+    are_several, made = len(asked) > 1, []
     for place, (config, groups, number) in enumerate(asked):
-        name = f"worker-{place}" if len(asked) > 1 else "worker"
-        if len(asked) > 1:
+        name = f"worker-{place}" if are_several else "worker"
+        if are_several:
             config = dataclasses.replace(config, worker_id=name)
         own = dict(environ) | _gpus(groups.gpus[number], environ)
-        if len(asked) > 1 and THREADS not in environ:
+        if are_several and THREADS not in environ:
             own[THREADS] = str(max(1, (len(os.sched_getaffinity(0)) - 1) // processes))
         made.append(LocalWorker(name, config, own, places[place]))
     return made

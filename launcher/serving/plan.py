@@ -17,7 +17,7 @@ from loraplex.launcher.serving.local_bases import (
     named_models,
     under_name,
 )
-from loraplex.launcher.worker_groups import AskedGroups, WorkerGroups, undivided
+from loraplex.launcher.worker_groups import AskedGroups, undivided
 from loraplex.router.config import RouterConfig
 from loraplex.server.config import WorkerConfig
 
@@ -29,25 +29,22 @@ DEMO_EXAMPLE = next(text for text in EXAMPLES if "'" not in text)
 @dataclass(frozen=True, slots=True)
 class ServePlan:
     """The configurations of all workers, and of the router; adapter names and a prompt for the
-    example shown when ready. asked: of groups of GPUs; groups: those that are chosen. also: bases
-    beside the first."""
+    example shown when ready. bases: that of MODEL, and those beside. asked: of groups of GPUs."""
 
-    worker: WorkerConfig
+    bases: tuple[LocalBase, ...]
     router: RouterConfig
     asked: AskedGroups
-    groups: WorkerGroups
     aliases: tuple[str, ...]
     example: str
-    also: tuple[LocalBase, ...] = ()
 
     @property
-    def bases(self) -> tuple[tuple[WorkerGroups, WorkerConfig], ...]:
-        """Groups of GPUs, and the workers' config, of each base."""
-        return ((self.groups, self.worker), *((base.groups, base.worker) for base in self.also))
+    def worker(self) -> WorkerConfig:
+        """The config of the first base's workers."""
+        return self.bases[0].worker
 
     @property
     def num_workers(self) -> int:
-        return sum(groups.workers for groups, _ in self.bases)
+        return sum(base.groups.workers for base in self.bases)
 
 
 def plan(values: Mapping[str, Values]) -> ServePlan:
@@ -74,18 +71,19 @@ def plan(values: Mapping[str, Values]) -> ServePlan:
     shared = {**values, "model": model, "adapter_roots": roots_value, "tp": tp}
     worker = with_demo_name(build(WorkerConfig, shared))
     also = named_models(asked.also)
-    bases: list[str] = []
+    of_bases: list[str] = []
     if also:
-        worker, bases = _under_first_name(worker, also)
-    router_values = {**values, "workers": (), "adapters": tuple(aliases), "bases": tuple(bases)}
+        worker, of_bases = _under_first_name(worker, also)
+    router_values = {**values, "workers": (), "adapters": tuple(aliases), "bases": tuple(of_bases)}
     router: RouterConfig = build(RouterConfig, router_values)
     names = tuple(alias.partition("=")[0] for alias in aliases)
     example = DEMO_EXAMPLE if is_demo else "Tell me about llamas."
     # Workers here are the router's beside them, and no other's.
     worker = dataclasses.replace(worker, host=LOOPBACK, port=0, redis="", redis_password="")
     groups = undivided(asked, "this machine")
-    others = tuple(LocalBase(name, beside(worker, name, model), groups) for name, model in also)
-    return ServePlan(worker, router, asked, groups, names, example, others)
+    configs = (worker, *(beside(worker, name, model) for name, model in also))
+    bases = tuple(LocalBase(groups, config) for config in configs)
+    return ServePlan(bases, router, asked, names, example)
 
 
 def _under_first_name(

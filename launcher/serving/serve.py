@@ -18,7 +18,7 @@ from loraplex.adapters.common.loopback import is_loopback
 from loraplex.launcher.config import check_router, check_worker, child_environment, document_of
 from loraplex.launcher.model_needs import ModelNeeds, choose_groups
 from loraplex.launcher.options import Values
-from loraplex.launcher.serving.local_bases import asked_of_each, check_room, shifted
+from loraplex.launcher.serving.local_bases import LocalBase, asked_of_each, check_room, shifted
 from loraplex.launcher.serving.local_worker import (
     POLL_INTERVAL_S,
     STOP_MARGIN_S,
@@ -37,10 +37,8 @@ from loraplex.launcher.serving.processes import (
     write_lines_as,
 )
 from loraplex.launcher.serving.until_signal import Supervised, run_services
-from loraplex.launcher.worker_groups import WorkerGroups
 from loraplex.router.config import RouterConfig
 from loraplex.router.tenancy.tenancy import needs_keys
-from loraplex.server.config import WorkerConfig
 from loraplex.server.engine.messages import StartProgress
 from loraplex.server.model.spec.model_spec import ModelSpec
 from loraplex.server.model.spec.served_as import served_as
@@ -210,8 +208,8 @@ def _divided(chosen: ServePlan, models: Sequence[ModelSpec]) -> ServePlan:
     if len(models) > 1:
         asked = asked_of_each(asked)
         if device.kind == "cuda":
-            divided = chosen.worker.kv_memory is not None
-            check_room(len(models), len(gpus), is_divided=divided)
+            is_divided = chosen.worker.kv_memory is not None
+            check_room(len(models), len(gpus), is_divided=is_divided)
     found = []
     for model, (_, config) in zip(models, chosen.bases, strict=True):
         forms = (config.quantize, config.activations, config.picture_memory)
@@ -221,25 +219,20 @@ def _divided(chosen: ServePlan, models: Sequence[ModelSpec]) -> ServePlan:
             groups = shifted(groups, left)
             taken = {place for group in groups.gpus for place in group}
             left = [place for place in left if place not in taken]
-        found.append((groups, config))
-    workers = sum(groups.workers for groups, _ in found)
-    configs = [_with_share(groups, config, device, workers) for groups, config in found]
-    also = tuple(
-        dataclasses.replace(base, worker=config, groups=groups)
-        for base, config, (groups, _) in zip(chosen.also, configs[1:], found[1:], strict=True)
-    )
-    return dataclasses.replace(chosen, worker=configs[0], groups=found[0][0], also=also)
+        found.append(LocalBase(groups, config))
+    divided = dataclasses.replace(chosen, bases=tuple(found))
+    if divided.num_workers == 1:
+        return divided
+    host = host_bytes() // divided.num_workers
+    bases = tuple(_with_share(base, device, host) for base in found)
+    return dataclasses.replace(divided, bases=bases)
 
 
-def _with_share(
-    groups: WorkerGroups, config: WorkerConfig, device: ChosenDevice, workers: int
-) -> WorkerConfig:
-    """A base's config, with its share of the machine's memory. workers: of all bases."""
-    if workers == 1:
-        return config
-    each = dataclasses.replace(config, tp=groups.tp)
-    sizes = choose_sizes(each, device.kind, device.memory_bytes, host_bytes() // workers)
-    return dataclasses.replace(config, host_adapter_memory=sizes.host_adapter_memory)
+def _with_share(base: LocalBase, device: ChosenDevice, host: int) -> LocalBase:
+    """The base, whose workers have a share of the host's memory. host: bytes of each worker."""
+    each = dataclasses.replace(base.worker, tp=base.groups.tp)
+    kept = choose_sizes(each, device.kind, device.memory_bytes, host).host_adapter_memory
+    return base._replace(worker=dataclasses.replace(base.worker, host_adapter_memory=kept))
 
 
 def serve(
@@ -256,7 +249,7 @@ def serve(
     warn_if_open(chosen.router, say)
     for groups, config in chosen.bases:
         if groups.are_several:
-            name = f"{config.model_names[0]}: " if chosen.also else ""
+            name = f"{config.model_names[0]}: " if len(chosen.bases) > 1 else ""
             say(f"{name}{groups.written()}")
     if not asyncio.run(_run(chosen, environ)):
         raise KeyboardInterrupt

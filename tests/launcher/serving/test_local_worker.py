@@ -6,6 +6,7 @@ from contextlib import ExitStack
 import pytest
 
 from loraplex.launcher.options import OptionError
+from loraplex.launcher.serving.local_bases import LocalBase
 from loraplex.launcher.serving.local_worker import (
     LocalWorker,
     local_workers,
@@ -95,4 +96,5 @@ def test_each_worker_has_a_port_for_metrics() -> None:
 def asked(first: int, workers: int) -> ServePlan:
     groups = AskedGroups(worker_count=workers, worker_metrics_port=first)
     router = RouterConfig(port=8080, metrics_port=9100)
-    return ServePlan(WorkerConfig("m"), router, groups, undivided(groups, "the CPU"), (), "")
+    base = LocalBase(undivided(groups, "the CPU"), WorkerConfig("m"))
+    return ServePlan((base,), router, groups, (), "")

@@ -161,7 +161,7 @@ def test_the_machine_is_divided_among_workers(
     monkeypatch.setattr(serve, "torch_build", lambda: TorchBuild("2.9", "12.8"))
     monkeypatch.setattr(serve, "host_bytes", lambda: host_gib << 30)
     found = serve._divided(planned(str(LLAMA_8B), *options), [read_config(LLAMA_8B)])
-    assert found.groups.gpus == groups
+    assert found.bases[0].groups.gpus == groups
     memory = found.worker.host_adapter_memory
     assert memory == (None if adapter_gib is None else adapter_gib * 2**30)
 

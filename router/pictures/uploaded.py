@@ -21,7 +21,7 @@ class UploadedPictures:
         self._files: dict[str, bytes] = {}
 
     def of(self, tenant: str) -> "UploadedPictures":
-        """Returns those of a new request of the tenant's."""
+        """Returns the uploaded pictures of a new request of the tenant's."""
         return UploadedPictures(self._store, self._most_bytes, tenant)
 
     async def data(self, file_id: str, where: str) -> bytes:

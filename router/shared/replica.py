@@ -28,7 +28,7 @@ class RowWatch(Protocol):
         """Is called before a row changes."""
 
     def row_changed(self, key: str) -> None:
-        """Is called when it has."""
+        """Is called after a row changed."""
 
 
 class Conflict(Exception):

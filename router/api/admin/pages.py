@@ -1,4 +1,4 @@
-"""Which part of the list of adapters a query asks for. Pure."""
+"""Pages of the list of adapters, as queries ask for them. Pure."""
 
 from collections.abc import Mapping
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""How many requests lately found no worker of their base. Pure: times are seconds."""
+"""A count of the requests that lately found no worker of their base. Pure: times are seconds."""
 
 from collections import deque
 

@@ -252,7 +252,7 @@ async def test_many_tokens_are_placed_beside_the_event_loop(
 async def test_images_of_a_request_have_room_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of all conversations; what stands there twice is read once."""
+    """All conversations share the room; an image that stands there twice is read once."""
     fetched: list[str] = []
 
     async def fetch(self: PictureFetcher, url: str, where: str) -> bytes:

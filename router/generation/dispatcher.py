@@ -143,7 +143,8 @@ class Dispatcher:
             charge.adapter = "" if authorised.adapter is None else OTHER
             self._count(held, authorised.caller)
             async with self._until(deadline):
-                held.callback(read.base.hold())
+                of_base = held.enter_context(ExitStack())
+                of_base.callback(read.base.hold())
                 await self._enter(authorised, read.base, charge)
                 adapter = await self._resolve(authorised, observer)
                 if adapter is not None:
@@ -151,7 +152,8 @@ class Dispatcher:
                     held.callback(self._use.hold(adapter))
                     if (base := self._bases.of(adapter.base)) is not read.base:
                         read = await self._parse(arrived, base)
-                        held.callback(base.hold())
+                        of_base.close()
+                        of_base.callback(base.hold())
                         observer.of_base(base.name)
                         authorised, model = await self._begin(arrived, read)
                 resolved = await self._with_text(model, adapter)

@@ -261,6 +261,28 @@ async def test_a_full_base_holds_no_other_back(tmp_path: Path) -> None:
         assert await asyncio.gather(*tasks) == [BLUE, BLUE]
 
 
+async def test_a_request_runs_for_one_base(tmp_path: Path) -> None:
+    """One that was read for the first base, and whose adapter is the second's, counts there."""
+    async with two_bases(tmp_path) as (router, _, blue):
+        gate = asyncio.Event()
+
+        async def hold(worker: FakeWorker, request: GenerateRequest, index: int) -> None:
+            await gate.wait()
+
+        blue.before_token = hold
+        asked = asyncio.create_task(text(router, "org/blue-tone"))
+        await blue.until(lambda: bool(blue.requests))
+        counts = [await router.metric(_running(base)) for base in (RED, BLUE)]
+        gate.set()
+        await asked
+        assert counts == [0, 1]
+        assert [await router.metric(_running(base)) for base in (RED, BLUE)] == [0, 0]
+
+
+def _running(base: str) -> str:
+    return f'loraplex_requests_running{{base="{base}"}}'
+
+
 async def test_keys_open_bases(tmp_path: Path) -> None:
     async with two_bases(tmp_path, auth="keys", check_adapters="start") as (router, _, _):
         body = {"tenant": "acme", "models": [BLUE, f"{BLUE}:*"]}

@@ -33,6 +33,7 @@ from loraplex.router.names.served import (
 )
 from loraplex.router.policy.rollout import Content
 from loraplex.router.tenancy.keys import Caller
+from loraplex.router.tenancy.scope import opens
 
 log = logging.getLogger(__name__)
 
@@ -91,13 +92,18 @@ class CatalogRules:
 
     def hint(self, choice: AdapterChoice | MergedChoice, caller: Caller) -> str:
         """The end of a sentence about an unknown name: one that the caller may mean and use."""
+        if isinstance(choice, MergedChoice):
+            return ""
+        return did_you_mean(
+            one_edit_away(choice.adapter_id, lambda name: self.usable(name, caller) is not None)
+        )
 
-        def is_known(name: str) -> bool:
-            found = self.aliases.find(caller.tenant, name)
-            return found is not None and found.in_service and caller.may_use((name,))
-
-        names = [] if isinstance(choice, MergedChoice) else [choice.adapter_id]
-        return "".join(did_you_mean(one_edit_away(name, is_known)) for name in names)
+    def usable(self, name: str, caller: Caller) -> Registration | None:
+        """The registered adapter of this name that the caller may use."""
+        found = self.aliases.find(caller.tenant, name)
+        if found is None or not found.in_service:
+            return None
+        return found if opens(caller, found.name, found.base) else None
 
     def registration(self, choice: AdapterChoice) -> Registration | None:
         """The registration that the caller named, present or past."""

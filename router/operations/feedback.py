@@ -12,7 +12,7 @@ from loraplex.router.names.rollout_tally import Outcomes
 from loraplex.router.shared.store import Store, StoreDown
 from loraplex.router.telemetry.metrics import RouterMetrics
 from loraplex.router.tenancy.keys import Caller
-from loraplex.router.tenancy.scope import with_base
+from loraplex.router.tenancy.scope import opens
 
 _RETRY_S = 1.0
 
@@ -58,7 +58,7 @@ class Feedback:
         if value is None:
             return "unknown"
         request = msgspec.json.decode(value, type=JudgedRequest)
-        if not caller.may_use(with_base((request.name.name,), request.base)):
+        if not opens(caller, request.name.name, request.base):
             raise RequestError("forbidden", f"this key does not open {request.name.name!r}")
         if request.score is None:
             scored = msgspec.json.encode(msgspec.structs.replace(request, score=score))

@@ -33,7 +33,7 @@ from loraplex.router.operations.fleet_watch import Changes, FleetWatch, next_loo
 from loraplex.router.routes.operator import AdminGate
 from loraplex.router.service import Service
 from loraplex.router.tenancy.keys import Caller
-from loraplex.router.tenancy.scope import with_base
+from loraplex.router.tenancy.scope import opens
 from loraplex.router.version import VERSION
 from loraplex.router.workers.base_model import BaseModel
 
@@ -152,13 +152,14 @@ class InfoRoutes:
         if base is not None:
             return json_response(_base_object(base, name))
         name = name.removeprefix("alias:")  # another spelling, which requests may have
-        one = self._usable(name, caller)
+        rules = self._service.catalog.rules
+        one = rules.usable(name, caller)
         if one is not None:
             if one.is_broken:
                 message = f"adapter {name!r} cannot be served: {one.error}"
                 raise RequestError("adapter_invalid", message, param="model")
             return json_response(self._adapter_object(one, self._is_operator(request)))
-        close = one_edit_away(name, lambda other: self._usable(other, caller) is not None)
+        close = one_edit_away(name, lambda other: rules.usable(other, caller) is not None)
         hint = did_you_mean(close)
         raise RequestError("adapter_not_found", f"no model {name[:200]!r}{hint}", param="model")
 
@@ -184,15 +185,10 @@ class InfoRoutes:
             headers.get("authorization"), headers.get("origin"), headers.get("host")
         )
 
-    def _usable(self, name: str, caller: Caller) -> Registration | None:
-        """The registered adapter of this name that the caller may use."""
-        found = self._service.catalog.rules.aliases.find(caller.tenant, name)
-        return found if found is not None and found.in_service and _opens(caller, found) else None
-
     def _adapters(self, caller: Caller) -> list[Registration]:
         """Lists registered adapters that the caller may use."""
         adapters = self._service.catalog.rules.aliases.usable_by(caller.tenant)
-        return [one for one in adapters if _opens(caller, one)]
+        return [one for one in adapters if opens(caller, one.name, one.base)]
 
     def _good(self, caller: Caller) -> list[Registration]:
         return [one for one in self._adapters(caller) if not one.is_broken]
@@ -216,10 +212,6 @@ class InfoRoutes:
             return [one.name for one in self._good(await self._caller(request))]
         except RequestError:
             return []
-
-
-def _opens(caller: Caller, adapter: Registration) -> bool:
-    return caller.may_use(with_base((adapter.name,), adapter.base or ""))
 
 
 def _base_object(base: BaseModel, name: str) -> ModelObject:

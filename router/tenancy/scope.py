@@ -30,6 +30,11 @@ def with_base(names: tuple[str, ...], base: str) -> tuple[str, ...]:
     return (*names, *(f"{base}:{name}" for name in names)) if base else names
 
 
+def opens(caller: Caller, name: str, base: str | None) -> bool:
+    """Whether a caller's key opens a registered adapter. base: see `with_base`; None = unknown."""
+    return caller.may_use(with_base((name,), base or ""))
+
+
 def check_scope(
     caller: Caller,
     choice: AdapterChoice | MergedChoice | None,

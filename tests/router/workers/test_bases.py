@@ -297,6 +297,10 @@ async def test_keys_open_bases(tmp_path: Path) -> None:
 
         await poll(opened)  # once its base is known
         assert (await complete(router, "pirate")).status_code == 403
+        for misspelt, is_meant in (("sqls", True), ("pirates", False)):
+            refused = await complete(router, f"{BLUE}:{misspelt}")
+            assert refused.status_code == 404
+            assert ("did you mean" in refused.text) == is_meant
         models = (await router.client.get("/v1/models")).json()["data"]
         assert {model["id"] for model in models} == {BLUE, "sql"}
 

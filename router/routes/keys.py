@@ -106,7 +106,7 @@ class UsageRoutes:
         check_query(query.multi_items(), ("start", "end", "tenant", "key", "adapter"))
         first, last = parse_days(query, int(time.time() // 86400))
         try:
-            tenants = await self._tenants(request, first, last)
+            tenants = await self._tenants(await self._whose(request), first, last)
             rows = await self._tenancy.metering.usage(tenants, first, last)
         except StoreDown:
             raise _no_store() from None
@@ -121,27 +121,27 @@ class UsageRoutes:
 
     async def costs(self, request: Request) -> Response:
         """Answers costs by day, as OpenAI's route does."""
-        prices = self._tenancy.metering.prices
+        query = parse_buckets("costs", request.query_params.multi_items(), time.time())
+        whose, prices = await self._whose(request), self._tenancy.metering.prices
         if prices is None:
             raise RequestError("not_served", "nothing has a price here: start it with --prices")
-        query = parse_buckets("costs", request.query_params.multi_items(), time.time())
-        days = await self._days(request, query)
+        days = await self._days(whose, query)
         data = [cost_bucket(day, rows, query, prices.currency) for day, rows in days]
         return json_response(CostPage(data, query.next_page is not None, query.next_page))
 
     async def completions(self, request: Request) -> Response:
         """Answers usage by day, as OpenAI's route does."""
         query = parse_buckets("completions", request.query_params.multi_items(), time.time())
-        days = await self._days(request, query)
+        days = await self._days(await self._whose(request), query)
         data = [completions_bucket(day, rows, query) for day, rows in days]
         return json_response(CompletionsPage(data, query.next_page is not None, query.next_page))
 
-    async def _days(self, request: Request, query: BucketQuery) -> list[tuple[int, list[UsageRow]]]:
-        """Rows of each day that a caller asks for. Raises RequestError."""
-        if not query.days:
-            return []
+    async def _days(
+        self, whose: str | None, query: BucketQuery
+    ) -> list[tuple[int, list[UsageRow]]]:
+        """Rows of each day that a caller asks for. whose: see `_whose`. Raises RequestError."""
         try:
-            tenants = await self._tenants(request, query.days.start, query.days.stop - 1)
+            tenants = await self._tenants(whose, query.days.start, query.days.stop - 1)
             metering = self._tenancy.metering
             return [(day, await metering.usage(tenants, day, day)) for day in query.days]
         except StoreDown:
@@ -153,7 +153,7 @@ class UsageRoutes:
         count = parse_count(request.query_params)
         today = int(time.time() // 86400)
         try:
-            tenants = await self._tenants(request, today - MAX_DAYS, today)
+            tenants = await self._tenants(await self._whose(request), today - MAX_DAYS, today)
             records = await self._tenancy.metering.latest(tenants, count)
         except StoreDown:
             raise _no_store() from None
@@ -167,11 +167,14 @@ class UsageRoutes:
         except StoreDown:
             raise _no_store() from None
 
-    async def _tenants(self, request: Request, first: int, last: int) -> list[str]:
-        """Tenants whose use of these days the caller may see. Raises RequestError, StoreDown."""
+    async def _whose(self, request: Request) -> str | None:
+        """The tenant whose use the caller may see, and asks for; None = all of them. Raises
+        RequestError.
+        """
         asked = parse_tenant(request.query_params)
         try:
             self._operator.check(request)
+            return asked
         except RequestError as refusal:
             if not self._tenancy.needs_keys:
                 raise
@@ -179,13 +182,14 @@ class UsageRoutes:
                 caller = await self._tenancy.identify(request.headers.get("authorization"))
             except RequestError as error:
                 raise (refusal if error.cause == "unauthorized" else error) from None
-            if asked not in (None, caller.tenant):
-                raise RequestError(
-                    "forbidden", "a key shows its own tenant only", param="tenant"
-                ) from None
-            return [caller.tenant]
-        if asked is not None:
-            return [asked]
+        if asked not in (None, caller.tenant):
+            raise RequestError("forbidden", "a key shows its own tenant only", param="tenant")
+        return caller.tenant
+
+    async def _tenants(self, whose: str | None, first: int, last: int) -> list[str]:
+        """Tenants with use to show in these days. whose: see `_whose`. Raises StoreDown."""
+        if whose is not None:
+            return [whose]
         used = await self._tenancy.metering.tenants(first, last)
         return sorted({"", *self._tenancy.keyring.tenants(), *used})
 

@@ -92,6 +92,22 @@ async def test_without_prices_answers_are_as_they_were(
         assert (costs.status_code, costs.json()["error"]["code"]) == (501, "not_served")
 
 
+async def test_who_asks_for_costs_and_usage_by_day_has_a_key(tmp_path: Path) -> None:
+    async with (
+        running_worker(FakeWorker()) as worker,
+        running_router(tmp_path, worker, auth="keys", admin_key="boss") as router,
+    ):
+        late = str(1 << 33)  # no day has been there yet
+        for path in ("costs", "usage/completions"):
+            for start in ("0", late):
+                url = f"/v1/organization/{path}?start_time={start}"
+                assert (await router.client.get(url)).status_code == 401
+                headers = {"Authorization": "Bearer boss"}
+                answer = await router.client.get(url, headers=headers)
+                assert answer.status_code == (501 if path == "costs" else 200)
+                assert path == "costs" or start == "0" or answer.json()["data"] == []
+
+
 async def test_costs_and_usage_by_day_as_openai_has_them(
     priced: tuple[Running, FakeWorker],
 ) -> None:

@@ -9,8 +9,8 @@ _PURPOSES = ("vision", "user_data")
 
 
 class UploadedPictures:
-    """Uploaded pictures of one request: each file is read once. store: None = there are no files.
-    most_bytes: of all of them together.
+    """Uploaded pictures of one request. store: None = there are no files. most_bytes: of all of
+    them together.
     """
 
     def __init__(self, store: FileStore | None, most_bytes: int, tenant: str = "") -> None:
@@ -18,7 +18,6 @@ class UploadedPictures:
         self._most_bytes = most_bytes
         self._tenant = tenant
         self._left = most_bytes
-        self._files: dict[str, bytes] = {}
 
     def of(self, tenant: str) -> "UploadedPictures":
         """Returns the uploaded pictures of a new request of the tenant's."""
@@ -28,12 +27,10 @@ class UploadedPictures:
         """Reads the bytes of a file. where: its place in the body. Raises RequestError
         (file_not_found, invalid_image, unsupported, unavailable).
         """
-        if file_id not in self._files:
-            if self._store is None:
-                message = f"`{where}`: there are no files: the router has no --files-dir"
-                raise RequestError("unsupported", message, param=where)
-            self._files[file_id] = await off_loop(self._read, self._store, file_id, where)
-        return self._files[file_id]
+        if self._store is None:
+            message = f"`{where}`: there are no files: the router has no --files-dir"
+            raise RequestError("unsupported", message, param=where)
+        return await off_loop(self._read, self._store, file_id, where)
 
     def _read(self, store: FileStore, file_id: str, where: str) -> bytes:
         stored = store.get(self._tenant, file_id, where)

@@ -85,7 +85,7 @@ class Tenancy:
 
 
 def make_tenancy(config: RouterConfig, sharing: Sharing, router_id: str) -> Tenancy:
-    """Makes the router's parts that know callers. Raises KeysFileError."""
+    """Makes the router's parts that know callers. Raises KeysFileError, PricesError."""
 
     def is_up() -> bool:
         return sharing.is_up

@@ -99,9 +99,7 @@ async def _chat_prompt(
         found = await render_messages(messages, call.template, model, template, makers.sandbox)
     except RequestError as error:
         raise error.spelled(_CHAT_FIELDS.get(call.api, {})) from error
-    text = found.text
-    prompt = await model.turns.run(len(text), lambda: _encode(call, model, text, _PARAM[call.api]))
-    prompt = await _with_pictures(call, model, prompt, pictures)
+    prompt = await _encode_with(call, model, found.text, pictures)
     return msgspec.structs.replace(prompt, rendered=found)
 
 
@@ -115,16 +113,16 @@ async def _marked_prompt(
         len(marked), lambda: in_text(marked, _PARAM[call.api], place)
     )
     pictures = await reader.read(given, model, vision)
-    prompt = await model.turns.run(len(text), lambda: _encode(call, model, text, _PARAM[call.api]))
-    return await _with_pictures(call, model, prompt, pictures)
+    return await _encode_with(call, model, text, pictures)
 
 
-async def _with_pictures(
-    call: GenerationCall, model: TextModel, prompt: Prompt, pictures: list[Picture]
+async def _encode_with(
+    call: GenerationCall, model: TextModel, text: str, pictures: list[Picture]
 ) -> Prompt:
-    """Gives each picture its tokens in a prompt that has one place for each. Raises RequestError
-    (invalid, unsupported).
+    """Encodes a text, and gives each picture its tokens at its place there. Raises RequestError
+    (context_length, invalid, unsupported).
     """
+    prompt = await model.turns.run(len(text), lambda: _encode(call, model, text, _PARAM[call.api]))
     vision = model.card.vision
     if vision is None or not pictures:
         return prompt

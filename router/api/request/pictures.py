@@ -86,9 +86,7 @@ def as_in_body(given: list[GivenPicture], api: Api) -> list[GivenPicture]:
 
 def check_given(call: GenerationCall, card: ModelCard) -> None:
     """Checks that the model reads the pictures of a call. Raises RequestError."""
-    conversations = () if call.messages is None else (call.messages, *call.further)
-    given = [picture for messages in conversations for picture in in_messages(messages)]
-    given = as_in_body(given, call.api)
+    given = as_in_body(_in_call(call), call.api)
     if not given:
         return
     where = given[0].where
@@ -100,6 +98,12 @@ def check_given(call: GenerationCall, card: ModelCard) -> None:
         _check_count(given)
         return
     raise RequestError("unsupported", f"`{where}`: {problem}", param=where)
+
+
+def _in_call(call: GenerationCall) -> list[GivenPicture]:
+    """Finds the pictures of all conversations of a call, in order."""
+    conversations = () if call.messages is None else (call.messages, *call.further)
+    return [picture for messages in conversations for picture in in_messages(messages)]
 
 
 def _check_count(given: Sequence[GivenPicture]) -> None:
@@ -116,9 +120,7 @@ def is_address(one: GivenPicture) -> bool:
 
 def lie_elsewhere(call: GenerationCall) -> bool:
     """Whether pictures of a chat must be fetched, or read from files."""
-    chats = () if call.messages is None else (call.messages, *call.further)
-    given = (one for messages in chats for one in in_messages(messages))
-    return any(one.file_id is not None or is_address(one) for one in given)
+    return any(one.file_id is not None or is_address(one) for one in _in_call(call))
 
 
 def data_of(url: str) -> bytes | None:

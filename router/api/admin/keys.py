@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from loraplex.router.api.request.body import decode_body, require
+from loraplex.router.api.request.body import decode_body, require, whole_number
 from loraplex.router.call import RequestError
 from loraplex.router.policy.quota import Limits
 from loraplex.router.tenancy.keys import (
@@ -181,11 +181,7 @@ def parse_days(query: Mapping[str, str], today: int) -> tuple[int, int]:
 
 def parse_count(query: Mapping[str, str], name: str = "limit", default: int = 100) -> int:
     """Reads from the query how many items to list. Raises RequestError."""
-    text = query.get(name, str(default))
-    digits = text.isascii() and text.isdigit() and len(text) <= len(str(MAX_LISTED))
-    good = digits and 1 <= int(text) <= MAX_LISTED
-    require(good, f"expected 1 to {MAX_LISTED}, got {text[:40]!r}", name)
-    return int(text)
+    return whole_number(query.get(name, str(default)), 1, MAX_LISTED, name)
 
 
 def key_object(key: ApiKey) -> KeyObject:

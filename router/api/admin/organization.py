@@ -8,7 +8,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from loraplex.router.api.request.body import require
+from loraplex.router.api.request.body import require, whole_number
 from loraplex.router.tenancy.usage import MAX_DAYS, UsageRow
 
 DAY_S = 86400
@@ -190,7 +190,4 @@ def _grouped(
 
 
 def _whole(said: Mapping[str, list[str]], name: str, default: int, least: int, most: int) -> int:
-    text = said.get(name, [str(default)])[0]
-    is_whole = text.isascii() and text.isdigit() and len(text) <= len(str(most))
-    require(is_whole and least <= int(text) <= most, f"expected {least} to {most}", name)
-    return int(text)
+    return default if name not in said else whole_number(said[name][0], least, most, name)

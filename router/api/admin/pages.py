@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from loraplex.router.api.admin.adapters import parse_tenant
-from loraplex.router.api.request.body import require
+from loraplex.router.api.request.body import require, whole_number
 
 LIST_QUERY = ("tenant", "search", "after", "limit")
 MAX_PAGE = 1000
@@ -28,9 +28,8 @@ class Page(NamedTuple):
 
 def parse_page(query: Mapping[str, str]) -> Page:
     """Reads which adapters to list from the query. Raises RequestError."""
-    tenant, limit = parse_tenant(query), query.get("limit", str(MAX_PAGE))
-    is_count = limit.isascii() and limit.isdecimal() and len(limit) <= 4
-    require(is_count and 0 < int(limit) <= MAX_PAGE, f"expected 1 to {MAX_PAGE}", "limit")
+    tenant = parse_tenant(query)
+    limit = whole_number(query.get("limit", str(MAX_PAGE)), 1, MAX_PAGE, "limit")
     search, after = query.get("search", ""), query.get("after", "")
     require(search.isprintable() and after.isprintable(), "expected a name", "search")
-    return Page(tenant, search, after, int(limit))
+    return Page(tenant, search, after, limit)

@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from loraplex.router.api.admin.adapters import AdapterObject
-from loraplex.router.api.request.body import require
+from loraplex.router.api.request.body import require, whole_number
 from loraplex.router.names.registration import MAX_KEPT
 
 UPLOAD_QUERY = ("tenant", "keep", "replace")
@@ -48,7 +48,6 @@ def parse_upload(query: Mapping[str, str]) -> tuple[int | None, bool]:
     place of what is no upload. Raises RequestError.
     """
     keep, replace = query.get("keep"), query.get("replace", "false")
-    good = keep is None or (keep.isascii() and keep.isdigit() and 1 <= int(keep[:4]) <= MAX_KEPT)
-    require(good, f"expected 1 to {MAX_KEPT}", "keep")
+    count = None if keep is None else whole_number(keep, 1, MAX_KEPT, "keep")
     require(replace in ("true", "false"), "expected true or false", "replace")
-    return None if keep is None else int(keep), replace == "true"
+    return count, replace == "true"

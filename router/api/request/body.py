@@ -68,6 +68,14 @@ def require(condition: object, message: str, param: str) -> None:
         raise RequestError("invalid", f"`{param}`: {message}", param=param)
 
 
+def whole_number(text: str, least: int, most: int, param: str) -> int:
+    """Reads a number of a query. Raises RequestError for what is none, or out of range."""
+    is_whole = text.isascii() and text.isdigit() and len(text) <= len(str(most))
+    good = is_whole and least <= int(text) <= most
+    require(good, f"expected {least} to {most}, got {text[:40]!r}", param)
+    return int(text)
+
+
 def only_one_of(plain: Mapping[str, Any], names: Sequence[N]) -> N:
     """Finds the one of these fields that the body has: it says which API's shape the body is of.
 

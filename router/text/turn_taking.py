@@ -15,7 +15,8 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from loraplex.adapters.common.turns import LineFull, Room, Turns, WorkTurn
+from loraplex.adapters.common.awaited_turns import AwaitedTurn, AwaitedTurns
+from loraplex.adapters.common.turns import LineFull, Room
 from loraplex.router.call import RequestError
 
 Kind = Literal["text", "template", "grammar"]
@@ -41,8 +42,6 @@ _PARSING = 8
 _PAUSE_S = 0.0002
 
 T = TypeVar("T")
-_Waiting = WorkTurn[asyncio.Future[None]]
-
 
 PIECE_BYTES = 64 << 10
 # Items of a longer list are taken for small ones: several are encoded at once.
@@ -122,40 +121,25 @@ class TurnTaking:
     """Gives callers their turns: all callers of one process."""
 
     def __init__(self, rooms: Mapping[str, Room] = ROOMS) -> None:
-        self._turns: Turns[asyncio.Future[None]] = Turns(rooms)
+        self._turns = AwaitedTurns(rooms)
 
     def of(self, tenant: str, is_batch: bool = False) -> "CallersTurns":
         return CallersTurns(self, tenant, is_batch)
 
-    async def enter(self, kind: Kind, size: int, tenant: str, is_batch: bool) -> _Waiting:
+    async def enter(self, kind: Kind, size: int, tenant: str, is_batch: bool) -> AwaitedTurn:
         """Returns when a piece of work may begin; `leave` of the result ends its turn.
 
         size: as `ROOMS` counts it: characters of "text", else processes. Raises RequestError
         (overloaded) when its line is full.
         """
-        has_begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        turn = WorkTurn(kind, tenant, is_batch, size, has_begun)
         try:
-            self._turns.join(turn)
+            return await self._turns.enter(kind, size, tenant, is_batch)
         except LineFull as error:
             message = f"too many requests wait for their {kind} already; try again soon"
             raise RequestError("overloaded", message, retry_after_s=_RETRY_S) from error
-        self._begin()
-        try:
-            await has_begun
-        except asyncio.CancelledError:
-            self.leave(turn)
-            raise
-        return turn
 
-    def leave(self, turn: _Waiting) -> None:
+    def leave(self, turn: AwaitedTurn) -> None:
         self._turns.leave(turn)
-        self._begin()
-
-    def _begin(self) -> None:
-        for turn in self._turns.begin():
-            if not turn.work.done():  # else its caller has left, and says so soon
-                turn.work.set_result(None)
 
 
 class CallersTurns:

@@ -1,13 +1,12 @@
 """Decodes pictures in processes of their own, each tenant in turn."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from functools import partial
 
 import msgspec
 
-from loraplex.adapters.common.turns import LineFull, Room, Turns, WorkTurn
+from loraplex.adapters.common.awaited_turns import AwaitedTurns
+from loraplex.adapters.common.turns import LineFull, Room
 from loraplex.adapters.helpers.helper import Helper, HelperStopped, HelperUnavailable
 from loraplex.adapters.helpers.pool import HelperPool
 from loraplex.server.protocol import ErrorCode, Grid, VisionCard
@@ -46,15 +45,18 @@ class PictureDecoder:
         begin = msgspec.json.encode(card)
         helpers = [Helper(_MODULE, begin, _TIMEOUT_S, most) for _ in range(PROCESSES)]
         self._pool = HelperPool(helpers, "picture")
-        rooms = {_KIND: Room(PROCESSES, max(1, PROCESSES - 1), _MAX_LINE)}
-        self._turns: Turns[asyncio.Future[None]] = Turns(rooms)
+        room = Room(PROCESSES, max(1, PROCESSES - 1), _MAX_LINE)
+        self._turns = AwaitedTurns({_KIND: room})
 
     async def patches(self, data: bytes, grid: Grid, tenant: str, is_batch: bool) -> PatchSegment:
         """Decodes a file into shared memory. Raises NoPatches."""
         job = msgspec.msgpack.encode(DecodeJob(data, grid))
         try:
-            async with self._turn(tenant, is_batch):
+            turn = await self._turns.enter(_KIND, 1, tenant, is_batch)
+            try:
                 reply = await self._pool.ask(job)
+            finally:
+                self._turns.leave(turn)
             outcome = msgspec.msgpack.decode(reply, type=DecodeOutcome)
             if outcome.fault is not None:
                 raise NoPatches("invalid_image", outcome.fault)
@@ -74,25 +76,6 @@ class PictureDecoder:
     async def close(self) -> None:
         """Ends the processes."""
         await self._pool.close()
-
-    @asynccontextmanager
-    async def _turn(self, tenant: str, is_batch: bool) -> AsyncIterator[None]:
-        """A turn of the tenant's. Raises LineFull."""
-        begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        turn = WorkTurn(_KIND, tenant, is_batch, 1, begun)
-        self._turns.join(turn)
-        self._begin()
-        try:
-            await begun
-            yield
-        finally:
-            self._turns.leave(turn)
-            self._begin()
-
-    def _begin(self) -> None:
-        for turn in self._turns.begin():
-            if not turn.work.done():
-                turn.work.set_result(None)
 
     def _written(self, pixels: bytes, grid: Grid) -> PatchSegment:
         """Puts a resized picture's patches into shared memory. Raises OSError, ValueError."""

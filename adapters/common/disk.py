@@ -213,6 +213,22 @@ def remove_unused(path: Path) -> bool:
     return True
 
 
+def lock_file(path: Path) -> int | None:
+    """A file, made if need be, locked while the descriptor is open; None = a process holds it.
+    Raises OSError.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
 def entries_of(folder: Path) -> list[os.DirEntry[str]]:
     with os.scandir(folder) as entries:
         return list(entries)

@@ -8,12 +8,11 @@ tenants/<tenant>/batches/<id>.json       its state, written by the router that r
 """
 
 import contextlib
-import fcntl
-import os
 from pathlib import Path
 
 import msgspec
 
+from loraplex.adapters.common.disk import lock_file
 from loraplex.router.batches.state import BatchState
 from loraplex.router.call import RequestError
 from loraplex.router.files.disk import names_in, read_if_there, write_whole
@@ -122,17 +121,7 @@ class BatchFolder:
 
     def lock(self, tenant: str, batch_id: str) -> int | None:
         """An open file that holds the batch for this process; None = another holds it."""
-        path = self._path(tenant, batch_id, _LOCK)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            return None
-        except OSError:
-            os.close(fd)
-            raise
-        return fd
+        return lock_file(self._path(tenant, batch_id, _LOCK))
 
     def _forget_old(self, tenant: str) -> None:
         for batch_id in sorted(self.ids(tenant))[: -MAX_KEPT + 1]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from loraplex.adapters.common.disk import free_bytes
+from loraplex.adapters.common.disk import free_bytes, lock_file
 
 # Raised when pages of the same form hold something else than before.
 _VERSION = 1
@@ -170,21 +170,10 @@ def _own_folder(root: Path, form: PageForm) -> tuple[Path, int]:
     while True:
         folder = root / form.folder / f"{number}-{form.shard}"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = _lock(folder)
+        lock = lock_file(folder / _LOCK)
         if lock is not None:
             return folder, lock
         number += 1
-
-
-def _lock(folder: Path) -> int | None:
-    """Lock a folder for as long as the descriptor is open; None = a process has it."""
-    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        return None
-    return lock
 
 
 def _remove_unused(root: Path, kept: str) -> None:
@@ -192,7 +181,7 @@ def _remove_unused(root: Path, kept: str) -> None:
     for folder in root.glob("*/*/"):
         if folder.parent.name == kept:
             continue
-        lock = _lock(folder)
+        lock = lock_file(folder / _LOCK)
         if lock is not None:
             shutil.rmtree(folder, ignore_errors=True)
             os.close(lock)

@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from loraplex.adapters.common.disk import remove_unused
+
 _FOLDER = Path("/dev/shm")
 _PREFIX = "loraplex-picture-"
 
@@ -48,6 +50,5 @@ class PatchSegment:
 def remove_stale() -> None:
     """Removes files whose makers were killed."""
     for path in _FOLDER.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError), path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()
+        with contextlib.suppress(OSError):
+            remove_unused(path)

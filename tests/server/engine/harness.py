@@ -26,7 +26,7 @@ from loraplex.server.engine.plan import SliceResult, StepPlan
 from loraplex.server.engine.scheduling.scheduler import Scheduler
 from loraplex.server.engine.scheduling.scheduler_config import SchedulerConfig
 from loraplex.server.protocol import GenerateRequest, SamplingParams, TokenEvent
-from tests.certifying.certificates import CertifyOptions
+from tests.certifying.certificates import CertifyOptions, certified_output, pictured_ids
 from tests.certifying.executor import CertifyingExecutor, FakeTicket
 from tests.server.engine.oracle import OracleSource
 from tests.server.invariants import check_arena, check_pool, check_snapshots, check_swaps
@@ -394,3 +394,26 @@ class Harness:
         for waits in (pictures._held, pictures._wanting, pictures._parked, pictures._started):
             assert not waits
         assert pictures.cache.available == (0 if limits is None else limits.num_blocks)
+
+
+def right(harness: Harness, request: GenerateRequest) -> list[int]:
+    """All tokens of a request's answer."""
+    ids = pictured_ids(request.prompt_ids, request.pictures)
+    wanted, begins = request.sampling.max_tokens, request.adapter_from
+    options = harness.executor.options
+    return certified_output(request.acting, ids, wanted, options, adapter_from=begins)
+
+
+def check_answer(harness: Harness, key: int, request: GenerateRequest) -> None:
+    assert harness.tokens(key) == right(harness, request)
+    assert harness.last(key).finish in ("stop", "length")
+
+
+def answer(harness: Harness, prompt: list[int], **wish: Any) -> int:
+    """The answer is right; returns how many tokens of its prompt were not computed."""
+    before = harness.scheduler.stats().prefix_hit_tokens
+    request = make_request(prompt, **wish)
+    key = harness.submit(request)
+    harness.run()
+    check_answer(harness, key, request)
+    return harness.scheduler.stats().prefix_hit_tokens - before

@@ -12,8 +12,7 @@ from loraplex.server.engine.executor import PictureLimits
 from loraplex.server.engine.memory.picture_cache import PictureCache, PictureKey
 from loraplex.server.engine.scheduling.sequence import State
 from loraplex.server.protocol import BACKGROUND_PRIORITY, GenerateRequest, PictureSpan
-from tests.certifying.certificates import certified_output, pictured_ids
-from tests.server.engine.harness import Harness, limits, make_request
+from tests.server.engine.harness import Harness, limits, make_request, right
 
 TOKEN = 90
 PICTURES = PictureLimits(
@@ -46,13 +45,6 @@ def pictured(parts: list[int | str], **changes: Any) -> GenerateRequest:
         spans.append(PictureSpan(len(ids), length, part, GRIDS[part]))
         ids += [TOKEN] * length
     return msgspec.structs.replace(make_request(ids, **changes), pictures=tuple(spans))
-
-
-def right(made: Harness, request: GenerateRequest) -> list[int]:
-    ids = pictured_ids(request.prompt_ids, request.pictures)
-    options = made.executor.options
-    wanted, begins = request.sampling.max_tokens, request.adapter_from
-    return certified_output(request.acting, ids, wanted, options, adapter_from=begins)
 
 
 def test_a_sequence_waits_for_its_pictures_and_reads_them() -> None:

@@ -16,8 +16,8 @@ from hypothesis.stateful import (
 from loraplex.server.engine.memory.snapshots import SnapshotPool
 from loraplex.server.engine.scheduling.scheduler_config import SchedulerConfig
 from loraplex.server.protocol import BACKGROUND_PRIORITY, GenerateRequest
-from tests.certifying.certificates import CertifyOptions, certified_output
-from tests.server.engine.harness import Harness, limits, make_request
+from tests.certifying.certificates import CertifyOptions
+from tests.server.engine.harness import Harness, answer, check_answer, limits, make_request
 from tests.server.invariants import check_snapshots
 
 STATES: dict[str, Any] = {"has_states": True, "num_snapshots": 8, "num_pages": 80}
@@ -30,28 +30,6 @@ def made(**changes: Any) -> Harness:
 
 def text(count: int, kind: int = 0) -> list[int]:
     return [10 + (i * i + kind * i) % 80 for i in range(count)]
-
-
-def answer(harness: Harness, prompt: list[int], **wish: Any) -> int:
-    """The answer is right; returns how many tokens of its prompt were not computed."""
-    before = harness.scheduler.stats().prefix_hit_tokens
-    request = make_request(prompt, **wish)
-    key = harness.submit(request)
-    harness.run()
-    check_answer(harness, key, request)
-    return harness.scheduler.stats().prefix_hit_tokens - before
-
-
-def check_answer(harness: Harness, key: int, request: GenerateRequest) -> None:
-    wanted = certified_output(
-        request.acting,
-        request.prompt_ids,
-        request.sampling.max_tokens,
-        harness.executor.options,
-        adapter_from=request.adapter_from,
-    )
-    assert harness.tokens(key) == wanted
-    assert harness.last(key).finish in ("stop", "length")
 
 
 def test_a_prompt_is_read_up_to_its_last_full_page() -> None:

@@ -12,9 +12,7 @@ from loraplex.server.engine.memory.pages import PageHash, PagePool
 from loraplex.server.engine.messages import SwapStats
 from loraplex.server.engine.swapping.page_store import PageStore
 from loraplex.server.engine.swapping.swaps import PageSwaps
-from loraplex.server.protocol import GenerateRequest
-from tests.certifying.certificates import certified_output
-from tests.server.engine.harness import Harness, limits, make_request
+from tests.server.engine.harness import Harness, answer, check_answer, limits, make_request
 from tests.server.invariants import check_pool, check_swaps
 
 SIZES: dict[str, Any] = {"num_pages": 60, "max_context": 200, "max_step_tokens": 64}
@@ -27,28 +25,6 @@ def made(**changes: Any) -> Harness:
 
 def text(kind: int, count: int = 150) -> list[int]:
     return [10 + (i * i + kind * 101 * (i + 1)) % 900 for i in range(count)]
-
-
-def check_answer(harness: Harness, key: int, request: GenerateRequest) -> None:
-    wanted = certified_output(
-        request.acting,
-        request.prompt_ids,
-        request.sampling.max_tokens,
-        harness.executor.options,
-        adapter_from=request.adapter_from,
-    )
-    assert harness.tokens(key) == wanted
-    assert harness.last(key).finish in ("stop", "length")
-
-
-def answer(harness: Harness, prompt: list[int], **wish: Any) -> int:
-    """The answer is right; returns how many tokens of its prompt were not computed."""
-    before = harness.scheduler.stats().prefix_hit_tokens
-    request = make_request(prompt, **wish)
-    key = harness.submit(request)
-    harness.run()
-    check_answer(harness, key, request)
-    return harness.scheduler.stats().prefix_hit_tokens - before
 
 
 def swaps(harness: Harness) -> SwapStats:

@@ -10,6 +10,7 @@ import numpy as np
 from loraplex.adapters.base import MAX_NEW_IDS
 from loraplex.adapters.manifest import SlabLayout
 from loraplex.server.engine.plan import SliceResult, StepPlan
+from loraplex.server.protocol import Grid
 
 # The error message for a copy that failed through no fault of the adapter.
 COPY_FAILED = "it could not be copied to the device"
@@ -40,11 +41,11 @@ class PictureLimits(msgspec.Struct, frozen=True):
     num_blocks: int
     block_tokens: int
     chunk: int
-    grid: tuple[int, int, int] | None = None
+    grid: Grid | None = None
     added: int = 0
     is_flat: bool = False
 
-    def tokens(self, grid: tuple[int, int, int]) -> int:
+    def tokens(self, grid: Grid) -> int:
         """Tokens of a picture. grid: as of `PictureSpan`."""
         return prod(grid) // self.side**2 + self.added
 
@@ -224,7 +225,7 @@ class PictureCopy(msgspec.Struct, frozen=True, array_like=True):
     blocks: of the cache, where the results are to lie."""
 
     picture: str
-    grid: tuple[int, int, int]
+    grid: Grid
     segment: str
     rows: int
     columns: int

@@ -10,7 +10,7 @@ import msgspec
 from loraplex.adapters.manifest import SlabLayout
 from loraplex.server.engine.executor import MemoryLine, PageWay
 from loraplex.server.engine.memory.eviction import EvictionReason
-from loraplex.server.protocol import ErrorCode, GenerateRequest, TokenEvent
+from loraplex.server.protocol import ErrorCode, GenerateRequest, Grid, TokenEvent
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag="su"):
@@ -87,7 +87,7 @@ class EncodePicture(msgspec.Struct, frozen=True, array_like=True, tag="ep"):
     """
 
     picture: str
-    grid: tuple[int, int, int]
+    grid: Grid
     segment: str
     rows: int
     columns: int

@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from loraplex.server.protocol import SamplingParams, TokenLogprob, VectorParams
+from loraplex.server.protocol import Grid, SamplingParams, TokenLogprob, VectorParams
 
 SliceKind = Literal["prompt", "decode"]
 
@@ -16,7 +16,7 @@ class PlacedPicture(msgspec.Struct, frozen=True, array_like=True):
     """
 
     start: int
-    grid: tuple[int, int, int]
+    grid: Grid
     blocks: tuple[int, ...]
 
 

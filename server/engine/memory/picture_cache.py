@@ -5,13 +5,15 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from loraplex.server.protocol import Grid
+
 
 class PictureKey(NamedTuple):
     """A picture as a prompt has it. picture: SHA-256 of its file. grid: as of `PictureSpan`; the
     tower's results depend on both."""
 
     picture: str
-    grid: tuple[int, int, int]
+    grid: Grid
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ transformers' processors order them.
 
 import numpy as np
 
-Grid = tuple[int, int, int]
+from loraplex.server.protocol import Grid
 
 
 def patch_places(grid: Grid, side: int) -> np.ndarray:

@@ -13,9 +13,9 @@ from loraplex.server.model.linear.linear import Linear
 from loraplex.server.model.lora.sites import Sites
 from loraplex.server.model.ops.pointwise import activated
 from loraplex.server.model.spec.picture_spec import PictureSpec
-from loraplex.server.model.tower.geometry import Grid
 from loraplex.server.model.tower.tower_ops import TowerOps, TowerPlan
 from loraplex.server.model.weights import TowerWeights
+from loraplex.server.protocol import Grid
 
 
 @dataclass(slots=True)

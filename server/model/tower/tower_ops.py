@@ -13,7 +13,8 @@ from loraplex.server.model.ops.transfers import to_device
 from loraplex.server.model.ops.turned_heads import StepTurns, Turn, turned_heads
 from loraplex.server.model.spec.model_spec import AttentionSpec
 from loraplex.server.model.spec.picture_spec import PictureSpec
-from loraplex.server.model.tower.geometry import Grid, patch_places, table_taps, window_table
+from loraplex.server.model.tower.geometry import patch_places, table_taps, window_table
+from loraplex.server.protocol import Grid
 
 
 @dataclass(frozen=True, slots=True)

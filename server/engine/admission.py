@@ -4,6 +4,7 @@ import math
 from typing import NamedTuple
 
 from loraplex.server.engine.executor import ExecutorLimits, PictureLimits
+from loraplex.server.engine.memory.picture_cache import blocks_of
 from loraplex.server.engine.memory.room import pages_held, tokens_that_fit
 from loraplex.server.protocol import (
     ErrorCode,
@@ -178,7 +179,7 @@ def _bad_vector(request: GenerateRequest, limits: ExecutorLimits) -> str | None:
 def _bad_pictures(request: GenerateRequest, limits: PictureLimits | None) -> str | None:
     if limits is None:
         return "pictures: the model reads none here"
-    end, blocks = 0, dict[tuple[str, tuple[int, int, int]], int]()
+    end = 0
     for span in request.pictures:
         problem = _bad_span(span, limits)
         if problem is None and not end <= span.start <= len(request.prompt_ids) - span.length:
@@ -188,8 +189,7 @@ def _bad_pictures(request: GenerateRequest, limits: PictureLimits | None) -> str
             problem = f"tokens {begin} to {end - 1} must be its placeholders, {limits.token_id}"
         if problem is not None:
             return f"pictures: {problem}"
-        blocks[span.picture, span.grid] = limits.blocks(span.length)
-    if sum(blocks.values()) <= limits.num_blocks:
+    if sum(blocks_of(request.pictures, limits).values()) <= limits.num_blocks:
         return None
     tokens = limits.num_blocks * limits.block_tokens
     return f"pictures: those of one prompt can have at most {tokens} tokens (--picture-memory)"

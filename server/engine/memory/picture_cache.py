@@ -1,11 +1,12 @@
 """Results of pictures on the device: where they lie, who needs them, which must go. Pure."""
 
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from loraplex.server.protocol import Grid
+from loraplex.server.engine.executor import PictureLimits
+from loraplex.server.protocol import Grid, PictureSpan
 
 
 class PictureKey(NamedTuple):
@@ -14,6 +15,16 @@ class PictureKey(NamedTuple):
 
     picture: str
     grid: Grid
+
+    @classmethod
+    def of(cls, span: PictureSpan) -> "PictureKey":
+        """The key of a picture of a prompt."""
+        return cls(span.picture, span.grid)
+
+
+def blocks_of(spans: Iterable[PictureSpan], limits: PictureLimits) -> dict[PictureKey, int]:
+    """How many blocks each picture of a prompt takes."""
+    return {PictureKey.of(span): limits.blocks(span.length) for span in spans}
 
 
 @dataclass(slots=True)

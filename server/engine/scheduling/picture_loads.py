@@ -10,7 +10,7 @@ from collections import deque
 from typing import NamedTuple
 
 from loraplex.server.engine.executor import PictureCopy, PictureIn, PictureLimits
-from loraplex.server.engine.memory.picture_cache import PictureCache, PictureKey
+from loraplex.server.engine.memory.picture_cache import PictureCache, PictureKey, blocks_of
 from loraplex.server.engine.messages import EncodePicture, PicturesWanted, PictureTaken
 from loraplex.server.engine.plan import PlacedPicture
 from loraplex.server.engine.scheduling.sequence import (
@@ -133,9 +133,7 @@ class PictureLoads:
         """The places of the results, for the row of a sequence that holds its lease."""
         spans = sequence.request.pictures
         return tuple(
-            PlacedPicture(
-                span.start, span.grid, self.cache[PictureKey(span.picture, span.grid)].blocks
-            )
+            PlacedPicture(span.start, span.grid, self.cache[PictureKey.of(span)].blocks)
             for span in spans
         )
 
@@ -144,11 +142,7 @@ class PictureLoads:
         assert self._limits is not None
         while self._wanting:
             sequence = self._wanting[0]
-            spans = sequence.request.pictures
-            wanted = {
-                PictureKey(span.picture, span.grid): self._limits.blocks(span.length)
-                for span in spans
-            }
+            wanted = blocks_of(sequence.request.pictures, self._limits)
             while not self.cache.take(wanted):
                 if not self._take_lease_behind(sequence.precedence):
                     return

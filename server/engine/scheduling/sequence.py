@@ -5,7 +5,7 @@ import sys
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import islice, takewhile, zip_longest
+from itertools import takewhile, zip_longest
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -290,10 +290,11 @@ class Sequence:
         return self._hash(page_size, page, count) if rest else digest
 
     def _other_pictures(self, other: "Sequence") -> list[int]:
-        """Where the first picture begins that not both have."""
-        both = zip_longest(self.request.pictures, other.request.pictures)
-        pairs = ([span for span in pair if span is not None] for pair in both if pair[0] != pair[1])
-        return [min(span.start for span in pair) for pair in islice(pairs, 1)]
+        """The start of the first picture that not both have; [] = both have the same."""
+        for pair in zip_longest(self.request.pictures, other.request.pictures):
+            if pair[0] != pair[1]:
+                return [min(span.start for span in pair if span is not None)]
+        return []
 
     def shared_with(self, other: "Sequence") -> int:
         """How many first tokens both have, as far as the same adapter acts on them and they stand

@@ -109,7 +109,7 @@ class PagePool:
             if page is None:
                 break
             pages.append(page)
-            self.hold([page])
+        self.hold(pages)
         return pages
 
     def hold(self, pages: Iterable[int]) -> None:

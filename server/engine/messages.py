@@ -3,6 +3,7 @@
 Framing on the stream socket: a 4-byte little-endian length, then the frame.
 """
 
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -11,6 +12,9 @@ from loraplex.adapters.manifest import SlabLayout
 from loraplex.server.engine.executor import MemoryLine, PageWay
 from loraplex.server.engine.memory.eviction import EvictionReason
 from loraplex.server.protocol import ErrorCode, GenerateRequest, Grid, TokenEvent
+
+# Shared memory, in which segments of patches lie.
+SEGMENT_FOLDER = Path("/dev/shm")
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag="su"):
@@ -82,7 +86,7 @@ class EncodePicture(msgspec.Struct, frozen=True, array_like=True, tag="ep"):
     PictureTaken.
 
     picture: SHA-256 of its file, hexadecimal. grid: patches by (time, height, width). segment: the
-    name of a file in `/dev/shm` that holds float32 `[rows, columns]`, in the order in which
+    name of a file in `SEGMENT_FOLDER` that holds float32 `[rows, columns]`, in the order in which
     transformers' processor of the base gives `pixel_values`.
     """
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from loraplex.server.engine.executor import PictureCopy, PictureIn, PictureLimits
+from loraplex.server.engine.messages import SEGMENT_FOLDER
 from loraplex.server.model.ops.transfers import to_device
 from loraplex.server.model.spec.picture_spec import PictureSpec
 from loraplex.server.model.tower.tower import Tower, TowerPass
@@ -17,7 +18,6 @@ from loraplex.server.model.weights import TowerWeights
 
 log = logging.getLogger(__name__)
 
-SHARED = Path("/dev/shm")
 _FAILED = "the picture could not be brought to the device"
 
 
@@ -138,7 +138,7 @@ class PictureStore:
             raise ValueError(f"segment: expected a name, got {copy.segment!r}")
         shape = (copy.rows, copy.columns)
         # Copied on write, since torch asks for memory that it may write.
-        stored = np.memmap(SHARED / copy.segment, dtype=np.float32, mode="c", shape=shape)
+        stored = np.memmap(SEGMENT_FOLDER / copy.segment, dtype=np.float32, mode="c", shape=shape)
         with torch.inference_mode():
             host = torch.from_numpy(stored).to(self._dtype)
             if self._stream is None or begun is None:

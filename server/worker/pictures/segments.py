@@ -6,14 +6,13 @@ import mmap
 import os
 import secrets
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from loraplex.adapters.common.disk import remove_unused
+from loraplex.server.engine.messages import SEGMENT_FOLDER
 
-_FOLDER = Path("/dev/shm")
 _PREFIX = "loraplex-picture-"
 
 
@@ -25,11 +24,11 @@ class PatchSegment:
         self.name = _PREFIX + secrets.token_hex(16)
         self.rows, self.columns = rows, columns
         # Under this name `remove_stale` of another worker does not find it before it is locked.
-        unlocked = _FOLDER / f".{self.name}"
+        unlocked = SEGMENT_FOLDER / f".{self.name}"
         self._fd = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_SH)
-            unlocked.rename(_FOLDER / self.name)
+            unlocked.rename(SEGMENT_FOLDER / self.name)
             os.posix_fallocate(self._fd, 0, 4 * rows * columns)
         except OSError:
             unlocked.unlink(missing_ok=True)
@@ -43,12 +42,12 @@ class PatchSegment:
 
     def remove(self) -> None:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(_FOLDER / self.name)
+            os.unlink(SEGMENT_FOLDER / self.name)
         os.close(self._fd)
 
 
 def remove_stale() -> None:
     """Removes files whose makers were killed."""
-    for path in _FOLDER.glob(f"{_PREFIX}*"):
+    for path in SEGMENT_FOLDER.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             remove_unused(path)

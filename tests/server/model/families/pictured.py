@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from loraplex.server.engine.executor import PictureIn
-from loraplex.server.model.tower.picture_store import SHARED
+from loraplex.server.engine.messages import SEGMENT_FOLDER
 from loraplex.server.protocol import GenerateRequest, PictureSpan, TokenEvent
 from tests.server.engine.harness import make_request
 from tests.server.model.driver import Driver
@@ -230,13 +230,13 @@ class PicturedEngine(Engine):
 
     def segment(self, picture: str) -> str:
         name = f"loraplex-test-{self._mine}-{self.segments}"
-        PICTURES[picture].patches.numpy().tofile(SHARED / name)
+        PICTURES[picture].patches.numpy().tofile(SEGMENT_FOLDER / name)
         return name
 
     def exchange(self) -> None:
         super().exchange()
         for taken in self.taken:
-            (SHARED / taken.segment).unlink(missing_ok=True)
+            (SEGMENT_FOLDER / taken.segment).unlink(missing_ok=True)
 
     def _read_pictures(self) -> bool:
         """Patches are on their way on a thread, and here nothing else may happen meanwhile."""

@@ -46,7 +46,7 @@ def next_mark(mark: Mark, token_id: int, adapter: str | None) -> Mark:
 
 
 def pictured_id(picture: str, grid: Sequence[int], index: int) -> int:
-    """What a placeholder counts as, in marks: no other token of any picture counts as that."""
+    """The id that a placeholder counts as, in marks: no other token of any picture has it."""
     said = f"{picture} {tuple(grid)} {index}".encode()
     return int.from_bytes(blake2b(said, digest_size=7).digest(), "little")
 

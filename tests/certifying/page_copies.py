@@ -10,8 +10,8 @@ IsRead = Callable[[int], bool]
 
 
 class FakePages:
-    """What is copied is read when its copy ends, and what is written holds nothing before. So a
-    page or slot that is used too early, or overwritten too soon, shows."""
+    """Copies of pages in Python. A page is read when its copy ends, and what is written holds
+    nothing before. So a page or slot that is used too early, or overwritten too soon, shows."""
 
     def __init__(
         self, pages: list[Page], is_read: IsRead, sizes: tuple[int, int], check: Check

@@ -61,7 +61,7 @@ class FakePictures:
         self._layers = 0
 
     def ids(self, placed: PlacedPicture) -> list[int]:
-        """What the placeholders of a picture count as, by what its blocks hold now."""
+        """The ids that the placeholders of a picture count as, by what its blocks hold now."""
         assert self._limits is not None
         size, found = self._limits.block_tokens, list[int]()
         for number, block in enumerate(placed.blocks):

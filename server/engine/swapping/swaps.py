@@ -1,4 +1,4 @@
-"""Which pages are copied between the device, host memory and the disk, and when. Pure.
+"""Copies of pages between the device, host memory and the disk: of which, and when. Pure.
 
 Pages are copied to host memory before the device needs their room, and from there to the disk
 before host memory needs it: those that would be overwritten next. So a page that is overwritten is

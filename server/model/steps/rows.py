@@ -97,9 +97,10 @@ class Rows:
         """Where the tokens of slices lie, as of `StepLayout.turns`, on the host; None = where their
         positions say, int64 `[tokens]`. Other arrays: as of `StepLayout`.
         """
-        is_flat = self.offsets is None or not self._pictures
-        of_each = () if is_flat else map(self._pictures.get, seq_rows.tolist())
-        owners = [(place, own) for place, own in enumerate(of_each) if own is not None]
+        if self.offsets is None or not self._pictures:
+            return None
+        of_each = enumerate(map(self._pictures.get, seq_rows.tolist()))
+        owners = [(place, own) for place, own in of_each if own is not None]
         if not owners:
             return None
         found, ends = np.tile(positions, (3, 1)), np.cumsum(num_new)

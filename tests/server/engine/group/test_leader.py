@@ -2,8 +2,8 @@
 
 import socket
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -38,6 +38,8 @@ from loraplex.server.engine.group.commands import (
 from loraplex.server.engine.group.leader import GroupExecutor, GroupLost
 from loraplex.server.engine.plan import StepPlan
 from tests.server.engine.harness import layout
+
+N = TypeVar("N")
 
 TIMEOUT_S = 60.0
 PLAN = StepPlan(7, [], [], [], [])
@@ -121,13 +123,17 @@ class Pair:
             time.sleep(0.001)  # polls a condition, bounded by the deadline
 
     def until_told(self) -> list[CopyNews]:
-        """What a poll gives, once it gives something."""
-        deadline = time.monotonic() + TIMEOUT_S
-        while time.monotonic() < deadline:
-            if found := self.leader.poll_copies():
-                return found
-            time.sleep(0.001)  # polls a condition, bounded by the deadline
-        raise TimeoutError("no news")
+        return first_news(self.leader.poll_copies)
+
+
+def first_news(poll: Callable[[], list[N]]) -> list[N]:
+    """The result of a poll, once there is any."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline:
+        if found := poll():
+            return found
+        time.sleep(0.001)  # polls a condition, bounded by the deadline
+    raise TimeoutError("no news")
 
 
 @pytest.fixture
@@ -154,16 +160,6 @@ def test_what_it_does_the_others_do(pair: Pair) -> None:
     assert pair.alone.calls == ["launch 7", "constrain [4]", "copy 2"]
 
 
-def pictures_of(pair: Pair) -> list[PictureIn]:
-    """News of pictures, once there are some."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while time.monotonic() < deadline:
-        if found := pair.leader.poll_pictures():
-            return found
-        time.sleep(0.001)  # polls a condition, bounded by the deadline
-    raise TimeoutError("no news")
-
-
 def test_a_picture_is_in_once_all_have_its_patches(pair: Pair) -> None:
     copies = [PictureCopy(name, (1, 2, 2), "segment", 4, 6, (0,)) for name in "ab"]
     for copy in copies:
@@ -172,12 +168,12 @@ def test_a_picture_is_in_once_all_have_its_patches(pair: Pair) -> None:
     pair.alone.pictures = [PictureIn("a"), PictureIn("b", "no memory")]
     assert pair.leader.poll_pictures() == []
     pair.answer(PictureIn("a"))
-    assert pictures_of(pair) == [PictureIn("a")]
+    assert first_news(pair.leader.poll_pictures) == [PictureIn("a")]
     pair.leader.encode(3)
     assert pair.told() == Encode(3)
     pair.answer(CopyOver(2, "of nobody"))
     pair.answer(PictureIn("b", "no memory"))
-    assert pictures_of(pair) == [PictureIn("b", "no memory")]
+    assert first_news(pair.leader.poll_pictures) == [PictureIn("b", "no memory")]
     assert pair.alone.calls == ["picture a", "picture b", "encode 3"]
 
 
@@ -186,7 +182,7 @@ def test_a_picture_that_some_lack_is_the_end_of_the_group(pair: Pair) -> None:
     pair.alone.pictures = [PictureIn("a")]
     pair.answer(PictureIn("a", "it is gone"))
     with pytest.raises(GroupLost, match="lacks a picture: it is gone"):
-        pictures_of(pair)
+        first_news(pair.leader.poll_pictures)
 
 
 def test_a_copy_is_over_once_all_have_it(pair: Pair) -> None:

@@ -110,15 +110,26 @@ class Bases:
             manifest = await asked.fleet.load_adapter(origin, token)
             other = asked if wanted else self.trained_on(manifest.base) or self.first
         except AdapterError as error:
+            if wanted:
+                raise
             names_none = error.code == "invalid" and not error.trained_for
-            trained = self.first if names_none else self.trained_on(error.trained_for)
-            if wanted or trained is None or trained is asked:
+            trained = self.first if names_none else await self._awaited(error.trained_for)
+            if trained is None or trained is asked:
                 raise
             other = trained
         if other is asked:
             return manifest, asked.name
         await _until_ready(other)
         return await other.fleet.load_adapter(origin, token), other.name
+
+    async def _awaited(self, name: str) -> BaseModel | None:
+        """As `trained_on`, but waits for bases without a card: workers know further names. Raises
+        AdapterError (unavailable).
+        """
+        for base in self.all:
+            if name and base.text is None and self.trained_on(name) is None:
+                await _until_ready(base)
+        return self.trained_on(name)
 
     def pause(self) -> None:
         """Holds what waits in the queues until `resume`. What runs goes on."""

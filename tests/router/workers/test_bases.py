@@ -240,6 +240,26 @@ async def test_a_request_wakes_a_base_that_was_never_there(tmp_path: Path) -> No
             assert await asyncio.gather(*waiting) == [BLUE, f"{BLUE} {digest('org/blue-sql')}"]
 
 
+async def test_an_adapter_waits_for_a_base_whose_names_no_worker_said_yet(tmp_path: Path) -> None:
+    """The operator calls the second base `small`; its worker knows what adapters call it."""
+    red, blue = base_worker(RED, "a"), base_worker(BLUE, "b")
+    blue.card = make_card(names=("small", BLUE), base_digest="b" * 64)
+    options: dict[str, Any] = {"adapters": ADAPTERS, "bases": (RED, "small")}
+    options |= {"worker_wait_s": 240.0, "check_adapters": "start"}
+    async with running_worker(red), running_router(tmp_path, red, blue, **options) as router:
+
+        async def waits() -> bool:
+            name = 'loraplex_waiting_room_requests{base="small"} 1.0'
+            return name in (await router.client.get("/metrics")).text
+
+        await poll(waits)  # the check of the declared adapter
+        async with running_worker(blue):
+            assert await text(router, "sql") == f"{BLUE} {digest('org/blue-sql')}"
+            assert (await complete(router, "org/nowhere")).status_code == 422
+            models = (await router.client.get("/v1/models")).json()["data"]
+        assert {model["id"]: model["parent"] for model in models}["sql"] == "small"
+
+
 async def test_a_full_base_holds_no_other_back(tmp_path: Path) -> None:
     async with two_bases(tmp_path, credits=1, max_queue=1) as (router, red, blue):
         gate = asyncio.Event()

@@ -89,6 +89,8 @@ def fault_of(case: EvalLine, score: str) -> str | None:
     try:
         if score == "choice":
             _ = case.right_choice
+        elif score == "regex" and not isinstance(case.answer, str):
+            return f"`answer` must be a pattern, got {case.answer!r}"
         elif score == "regex":
             re.compile(case.answer)
         elif score == "json":

@@ -71,7 +71,7 @@ def test_points_of_a_judge(text: str, points: float | None) -> None:
         (EvalLine(answer="x"), "exact", "`prompt` or `messages`"),
         (case(), "exact", "no `answer`"),
         (case("("), "regex", "unterminated"),
-        (case(3), "regex", "string"),
+        (case(3), "regex", "must be a pattern, got 3"),
         (case(2, choices=["a", "b"]), "choice", "none of the 2"),
         (case(True, choices=["a", "b"]), "choice", "none of the 2"),
         (case("c", choices=["a", "b"]), "choice", "none of the 2"),

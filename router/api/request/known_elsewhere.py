@@ -41,7 +41,9 @@ def same(one: Any, other: Any) -> bool:
 _FORM = "use `response_format` or `structured_outputs`"
 _NO_SEARCH = "answers are drawn, or greedy"
 _NO_CHOICE = "where a request runs is the router's choice"
-_TEXT_ALONE = "text alone is read and written"
+_TEXTS = "answers are texts"
+_INPUTS = "texts are read, and images of messages"
+_IMAGES = "the model's own files say how images are read"
 _TEMPLATE = "`chat_template_kwargs` reaches the chat template"
 _MODEL = "put the adapter's name into `model`"
 _COMPLETIONS = "`/v1/completions` has it"
@@ -121,14 +123,15 @@ ELSEWHERE: dict[str, Elsewhere] = {
     **_row("adapter_id lora_id lora_name lora_request", _MODEL),
     **_row("adapter_parameters", "use `merged_adapters`"),
     # Other inputs and outputs
-    **_row("modalities", _TEXT_ALONE, ["text"]),
-    **_row("audio web_search_options prompt_embeds image_data images_config", _TEXT_ALONE),
-    **_row("mm_processor_kwargs media_io_kwargs use_audio_in_video", _TEXT_ALONE),
-    **_row("min_dynamic_patch max_dynamic_patch", _TEXT_ALONE),
+    **_row("modalities", _TEXTS, ["text"]),
+    **_row("image_data", "messages hold images"),
+    **_row("images_config mm_processor_kwargs media_io_kwargs", _IMAGES),
+    **_row("min_dynamic_patch max_dynamic_patch", _IMAGES),
+    **_row("audio web_search_options prompt_embeds use_audio_in_video", _INPUTS),
     **_row("embed_dtype", "numbers are float32", "float32"),
     **_row("endianness", "numbers are little-endian", "native", "little"),
-    **_row("input_embeds audio_data video_data", _TEXT_ALONE),
-    **_only("return_mm_kwargs", _TEXT_ALONE, True),
+    **_row("input_embeds audio_data video_data", _INPUTS),
+    **_only("return_mm_kwargs", _TEXTS, True),
     **_row("suffix", "what follows a text is not read"),
     **_row("input_ids", "`/v1/completions` takes token ids as its `prompt`"),
     **_row("inputs text", "use `prompt`"),

@@ -74,7 +74,7 @@ def test_a_body_is_a_call(body: dict[str, Any], prompts: Any) -> None:
         ({"prompt": "a", "top_logprobs_num": 1}, "top_logprobs_num", "needs `return_logprob`"),
         ({"prompt": "a", "stop": [""]}, "stop[0]", "length"),
         ({"prompt": "a", "stop": ["b"] * 99}, "stop", "at most"),
-        ({"prompt": "a", "image_data": "x"}, "image_data", "text alone"),
+        ({"prompt": "a", "image_data": "x"}, "image_data", "messages hold images"),
         ({"prompt": "a", "sampling_params": {"n": 1}}, "sampling_params", "in the body itself"),
         ({"prompt": "a", "repetition_ngram_size": 2}, "repetition_ngram_size", "holds repetition"),
     ],

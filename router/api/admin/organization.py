@@ -8,7 +8,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from loraplex.router.api.request.body import require, whole_number
+from loraplex.router.api.request.body import check_query, require, whole_number
 from loraplex.router.tenancy.usage import MAX_DAYS, UsageRow
 
 DAY_S = 86400
@@ -127,11 +127,10 @@ def parse_buckets(route: Route, query: Sequence[tuple[str, str]], now: float) ->
     """Reads a query; lists come as `group_by=a&group_by=b` or with `[]`. now: Unix seconds. Raises
     RequestError.
     """
+    pairs = [(name.removesuffix("[]"), value) for name, value in query]
+    check_query((pair for pair in pairs if pair[0] not in _LISTS), QUERY)
     said: dict[str, list[str]] = {}
-    for name, value in query:
-        name = name.removesuffix("[]")
-        require(name in QUERY, f"unknown parameter; known: {', '.join(QUERY)}", name[:100])
-        require(name in _LISTS or name not in said, "given more than once", name)
+    for name, value in pairs:
         said.setdefault(name, []).append(value)
     require("start_time" in said, "is needed, in Unix seconds", "start_time")
     require(said.get("bucket_width", ["1d"]) == ["1d"], "only 1d is kept", "bucket_width")

@@ -153,8 +153,8 @@ class FleetWatch:
         session = client.session
         if session is None:
             self._places.pop(client.url, None)
-            away = WorkerObject(client.url, problem=client.problem, places=())
-            return msgspec.structs.replace(away, base=client.base or UNSET)
+            base = client.base or UNSET
+            return WorkerObject(client.url, base=base, problem=client.problem, places=())
         view = session.view
         worker = WorkerObject(
             client.url,

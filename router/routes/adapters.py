@@ -91,7 +91,7 @@ class AdapterRoutes:
             return await self._register(request)
         asked = parse_page(request.query_params)
         if asked.is_whole and self._aliases.count <= MAX_LISTED:
-            registrations, more = self._listed(request), None
+            registrations, more = self._listed(asked.tenant), None
         else:
             registrations, more = self._aliases.page(*asked)
         tiers = await self._admin.workers.tiers(h for r in registrations for h in r.held)
@@ -218,7 +218,7 @@ class AdapterRoutes:
         if request.method == "GET":
             shown: list[dict[str, str | bool]] = [
                 {"name": r.name, "src": format_ref(r.ref), "pin": r.pinned}
-                for r in self._listed(request)
+                for r in self._listed(parse_tenant(request.query_params))
             ]
             return json_response(SagemakerAdapters(shown))
         body, _ = decode_body(await read_json_body(request, self._body_limits), SagemakerBody)
@@ -236,11 +236,8 @@ class AdapterRoutes:
         await self._remove(name, DEFAULT_WAIT_S)
         return PlainTextResponse(f"Adapter {name.name} unregistered")
 
-    def _listed(self, request: Request) -> list[Registration]:
-        """Lists the registrations of the tenant that the query names, or all. Raises
-        RequestError.
-        """
-        tenant = parse_tenant(request.query_params)
+    def _listed(self, tenant: str | None) -> list[Registration]:
+        """Lists a tenant's registrations; None = everybody's."""
         return [one for one in self._aliases.first(MAX_LISTED) if tenant in (None, one.tenant)]
 
     async def _load(

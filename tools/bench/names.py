@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -160,7 +161,9 @@ def placement_us(names: int) -> float:
     return round((time.process_time() - began) / count * 1e6, 2)
 
 
+@contextmanager
 def running_redis(folder: Path) -> Iterator[str]:
+    """Runs a Redis of its own that keeps nothing. Gives its URL."""
     socket = folder / "redis.sock"
     command = ["redis-server", "--port", "0", "--unixsocket", str(socket), "--save", ""]
     process = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL)
@@ -181,16 +184,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Measures a router without names, and with all, and prints the figures."""
     found: dict[str, Any] = {"names": arguments.names, "tenants": arguments.tenants}
-    with tempfile.TemporaryDirectory() as text:
+    with tempfile.TemporaryDirectory() as text, running_redis(Path(text)) as url:
         folder = Path(text)
-        for url in running_redis(folder):
-            empty = Router(url, folder)
-            rss = empty.rss
-            empty.stop()
-            nbytes = asyncio.run(fill(url, arguments.names, arguments.tenants))
-            found["row_bytes"] = round(nbytes / arguments.names)
-            found |= measure(url, folder, arguments.names)
-            found["bytes_a_name"] = round((found["rss"] - rss) / arguments.names)
-            found["empty_rss"] = rss
+        empty = Router(url, folder)
+        rss = empty.rss
+        empty.stop()
+        nbytes = asyncio.run(fill(url, arguments.names, arguments.tenants))
+        found["row_bytes"] = round(nbytes / arguments.names)
+        found |= measure(url, folder, arguments.names)
+        found["bytes_a_name"] = round((found["rss"] - rss) / arguments.names)
+        found["empty_rss"] = rss
     found["placement_us"] = {str(n): placement_us(n) for n in (1000, arguments.names)}
     print(json.dumps(found, indent=2))

@@ -154,12 +154,9 @@ class RolloutTally:
     def _take(self, span: int) -> None:
         for rollout, counts in self._outcomes.take().items():
             self._own.setdefault((rollout, span), Counter()).update(counts)
-            if rollout in self._unreported or len(self._unreported) < _MAX_UNREPORTED:
-                self._unreported.setdefault(rollout, Counter()).update(counts)
+            _keep(self._unreported, rollout, counts)
         for rollout, counts in self._outcomes.take_scores().items():
-            known = self._unreported_scores
-            if rollout in known or len(known) < _MAX_UNREPORTED:
-                known.setdefault(rollout, Counter()).update(counts)
+            _keep(self._unreported_scores, rollout, counts)
         while self._own:
             oldest = next(iter(self._own))
             if len(self._own) <= _MAX_OWN and oldest[1] >= span - MAX_WINDOW_S // SLICE_S:
@@ -205,6 +202,12 @@ async def breaches(
 
 def _book(rollout: str, span: int) -> str:
     return f"rollout:{rollout}:{span}"
+
+
+def _keep(unreported: dict[str, _Counts], rollout: str, counts: _Counts) -> None:
+    """Adds counts to those that are to be written, unless there are too many."""
+    if rollout in unreported or len(unreported) < _MAX_UNREPORTED:
+        unreported.setdefault(rollout, Counter()).update(counts)
 
 
 def _score_book(rollout: str) -> str:

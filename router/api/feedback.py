@@ -7,6 +7,7 @@ from msgspec import Meta
 
 from loraplex.router.api.request.body import decode_plain
 from loraplex.router.api.request.known_elsewhere import Body, typed_by_aliases
+from loraplex.router.policy.score_test import Counted
 
 _PREFIXES = ("chatcmpl-", "cmpl-")
 _WHY_NOT = {
@@ -47,9 +48,7 @@ def parse_feedback(body: bytes) -> FeedbackBody:
     return said
 
 
-def feedback_object(
-    request_id: str, counted: Literal["old", "new", "again", "unknown", "over"]
-) -> FeedbackObject:
+def feedback_object(request_id: str, counted: Counted) -> FeedbackObject:
     if counted == "old" or counted == "new":
         return FeedbackObject(request_id, True, counted)
     return FeedbackObject(request_id, False, reason=_WHY_NOT[counted])

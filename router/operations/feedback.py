@@ -1,7 +1,6 @@
 """Takes scores of answers from callers, for the guards of rollouts."""
 
 import asyncio
-from typing import Literal
 
 import msgspec
 
@@ -9,15 +8,13 @@ from loraplex.router.call import RequestError
 from loraplex.router.names.aliases import Aliases
 from loraplex.router.names.judged_requests import KEPT_S, JudgedRequest, JudgedRequests, key_of
 from loraplex.router.names.rollout_tally import Outcomes
+from loraplex.router.policy.score_test import Counted
 from loraplex.router.shared.store import Store, StoreDown
 from loraplex.router.telemetry.metrics import RouterMetrics
 from loraplex.router.tenancy.keys import Caller
 from loraplex.router.tenancy.scope import opens
 
 _RETRY_S = 1.0
-
-# Old, new: the score counts for that side of a rollout.
-Counted = Literal["old", "new", "again", "unknown", "over"]
 
 
 class Feedback:

@@ -8,8 +8,12 @@ inequality it exceeds 1 / error at any time with at most the probability `error`
 """
 
 import math
+from typing import Literal
 
 import msgspec
+
+# Old, new: a score counts for that side of a rollout. The others: why for none.
+Counted = Literal["old", "new", "again", "unknown", "over"]
 
 # A mean of exactly 0 or 1 has no likelihood.
 _EDGE = 1e-9

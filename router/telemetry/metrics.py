@@ -21,6 +21,7 @@ from loraplex.router.names.rollout_tally import Outcomes
 from loraplex.router.policy.front_door import Cut
 from loraplex.router.policy.placement.placement import Reason
 from loraplex.router.policy.rollout import RolledBackBy
+from loraplex.router.policy.score_test import Counted
 from loraplex.router.telemetry.top_adapters import TopAdapters
 from loraplex.server.protocol import ErrorCode
 
@@ -223,7 +224,7 @@ class RouterMetrics:
             "Scores of answers that callers gave, by the version of a rollout for which they "
             "count; again: given twice; unknown: of no request that is remembered; over: of a "
             "version that is not judged any more",
-            {"counted": ("old", "new", "again", "unknown", "over")},
+            {"counted": get_args(Counted)},
         )
         self.feedback_score = meters.histogram(
             "feedback_score",

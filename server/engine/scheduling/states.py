@@ -48,11 +48,11 @@ class SequenceStates:
         found = list[StateSave]()
         for border in [border for border in sequence.borders if start < border <= end]:
             known = self.pool.knows(sequence.digest_at(self._size, border))
-            snapshot = None if known else self.pool.take()
-            if snapshot is None:
+            taken = None if known else self.pool.take()
+            if taken is None:
                 sequence.borders.remove(border)
             else:
-                found.append(StateSave(border, snapshot))
+                found.append(StateSave(border, taken.slot))
         return found
 
     def saved(self, sequence: Sequence, saves: Iterable[StateSave], *, is_valid: bool) -> None:
@@ -74,11 +74,11 @@ class SequenceStates:
             return 0
         digest = sequence.digest_at(self._size, count)
         if not self.pool.knows(digest):
-            snapshot = self.pool.take()
-            if snapshot is None:
+            taken = self.pool.take()
+            if taken is None:
                 return 0
-            self.saves.append(StateCopy(sequence.seq_row, snapshot))
-            self.pool.keep(snapshot, digest)
+            self.saves.append(StateCopy(sequence.seq_row, taken.slot))
+            self.pool.keep(taken.slot, digest)
         sequence.left_at = count
         return count
 

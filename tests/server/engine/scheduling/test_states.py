@@ -136,13 +136,13 @@ def test_a_lost_step_leaves_no_snapshot() -> None:
 def test_what_a_plan_restores_is_not_overwritten_by_it() -> None:
     pool = SnapshotPool(2)
     for name in (b"a", b"b"):
-        snapshot = pool.take()
-        assert snapshot is not None
-        pool.keep(snapshot, name)
+        taken = pool.take()
+        assert taken is not None
+        pool.keep(taken.slot, name)
     assert pool.read(b"a") == 0
-    assert (pool.take(), pool.take()) == (1, None)
+    assert (pool.take(), pool.take()) == ((1, b"b"), None)
     pool.begin_plan()
-    assert pool.take() == 0
+    assert pool.take() == (0, b"a")
     assert not pool.knows(b"a")
 
 

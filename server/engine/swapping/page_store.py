@@ -1,6 +1,7 @@
 """Pages that host memory or the disk keeps: which, under which hash, and which give way. Pure."""
 
 from collections.abc import Iterator
+from itertools import islice
 
 from loraplex.server.engine.memory.kept_slots import KeptSlots
 from loraplex.server.engine.memory.pages import PageHash
@@ -53,9 +54,4 @@ class PageStore(KeptSlots):
 
     def at_risk(self, count: int) -> Iterator[PageHash]:
         """Pages that give way to the next `count` others, as far as nobody reads them."""
-        left = count - len(self._free)
-        for digest in self._kept:
-            if left <= 0:
-                return
-            left -= 1
-            yield digest
+        return islice(self._kept, max(0, count - len(self._free)))

@@ -23,7 +23,8 @@ from loraplex.server.kernels.states.operands import (
 from loraplex.server.kernels.states.recurrence import delta_rule
 from loraplex.server.kernels.states.slices import Runs, Singles
 from loraplex.server.model.linear.dense import DenseLinear
-from loraplex.server.model.ops import states_cuda, states_torch
+from loraplex.server.model.ops import states_torch
+from loraplex.server.model.ops.cuda import states_cuda
 from loraplex.server.model.ops.ops import StepLayout
 from loraplex.server.model.ops.row_states import RowStates
 from loraplex.server.model.ops.state_steps import TokenSteps

@@ -41,8 +41,8 @@ from loraplex.server.kernels.lora.workspace import allocate_workspace
 from loraplex.server.kernels.pointwise.add_norm import add_norm
 from loraplex.server.kernels.pointwise.gated import gated
 from loraplex.server.model.linear.dense import DenseLinear
-from loraplex.server.model.ops.device_lora import FusedKernel, fused_kernel
-from loraplex.server.model.ops.products import Products
+from loraplex.server.model.ops.cuda.device_lora import FusedKernel, fused_kernel
+from loraplex.server.model.ops.cuda.products import Products
 
 LAYERS = 32
 SITES: tuple[tuple[int, tuple[int, ...]], ...] = (
@@ -155,7 +155,7 @@ class TimedStep:
             self._expand(index, adapters, self.outputs[index % len(SITES)], True)
 
     def with_lora(self, adapters: Adapters) -> None:
-        """Runs what `loraplex.server.model.ops.ops_cuda` runs in a captured step of decodes."""
+        """Runs what `server.model.ops.cuda.ops_cuda` runs in a captured step of decodes."""
         if self.few is not None:
             stack_rows(self.slots, self.few.stack, adapters.table)
             self._begin()

@@ -14,14 +14,14 @@ from loraplex.server.kernels.sampling.greedy import GreedyScratch, greedy_append
 from loraplex.server.model.decoder import Decoder
 from loraplex.server.model.graphs.decode_batch import APPEND, ROW, SLOT, DecodeBatch, num_columns
 from loraplex.server.model.lora.lora import Reach
-from loraplex.server.model.ops.attention_cuda import Attention, decode_views
-from loraplex.server.model.ops.capture import record
-from loraplex.server.model.ops.device_lora import DeviceLora
-from loraplex.server.model.ops.lora_linear import LinearOutput
-from loraplex.server.model.ops.ops_cuda import CudaOps, CudaPlan
+from loraplex.server.model.ops.attention.attention_cuda import Attention, decode_views
+from loraplex.server.model.ops.cuda.capture import record
+from loraplex.server.model.ops.cuda.device_lora import DeviceLora
+from loraplex.server.model.ops.cuda.lora_linear import LinearOutput
+from loraplex.server.model.ops.cuda.ops_cuda import CudaOps, CudaPlan
+from loraplex.server.model.ops.cuda.states_cuda import NO_STATES, walk_columns, walks
 from loraplex.server.model.ops.sizes import padded_size
 from loraplex.server.model.ops.state_steps import StatePhase, StateSteps
-from loraplex.server.model.ops.states_cuda import NO_STATES, walk_columns, walks
 from loraplex.server.model.steps.rows import Rows
 
 # One more than uploads that can be on their way while the next is written.

@@ -20,19 +20,19 @@ from loraplex.server.model.linear.experts import MoeWeights
 from loraplex.server.model.linear.linear import Linear
 from loraplex.server.model.linear.rounded import row_form
 from loraplex.server.model.lora.lora import Reach
-from loraplex.server.model.ops.attention_cuda import PagedAttention, prompt_backend
-from loraplex.server.model.ops.device_lora import DeviceLora
-from loraplex.server.model.ops.graph_attention import GraphAttention
-from loraplex.server.model.ops.lora_linear import LinearOutput
-from loraplex.server.model.ops.lora_strategy import NONE_SUMMED, SummedSites
-from loraplex.server.model.ops.memory import LOGITS_ROWS
-from loraplex.server.model.ops.ops import StepLayout
-from loraplex.server.model.ops.ops_cuda import CudaOps, CudaPlan
-from loraplex.server.model.ops.prompt_attention import (
+from loraplex.server.model.ops.attention.attention_cuda import PagedAttention, prompt_backend
+from loraplex.server.model.ops.attention.prompt_attention import (
     PromptAttention,
     prompt_kernels,
     prompts_in_graphs,
 )
+from loraplex.server.model.ops.cuda.device_lora import DeviceLora
+from loraplex.server.model.ops.cuda.graph_attention import GraphAttention
+from loraplex.server.model.ops.cuda.lora_linear import LinearOutput
+from loraplex.server.model.ops.cuda.lora_strategy import NONE_SUMMED, SummedSites
+from loraplex.server.model.ops.cuda.ops_cuda import CudaOps, CudaPlan
+from loraplex.server.model.ops.memory import LOGITS_ROWS
+from loraplex.server.model.ops.ops import StepLayout
 from loraplex.server.model.ops.sizes import (
     MAX_PROMPTS,
     MOST_PADDING,

@@ -16,12 +16,12 @@ import torch
 from loraplex.server.engine.plan import StepPlan
 from loraplex.server.model.decoder import Decoder, Embedded, Stream
 from loraplex.server.model.lora.lora import Reach
-from loraplex.server.model.ops.capture import record
-from loraplex.server.model.ops.device_lora import DeviceLora
-from loraplex.server.model.ops.graph_attention import GraphAttention
-from loraplex.server.model.ops.lora_linear import LinearOutput, Ready
+from loraplex.server.model.ops.cuda.capture import record
+from loraplex.server.model.ops.cuda.device_lora import DeviceLora
+from loraplex.server.model.ops.cuda.graph_attention import GraphAttention
+from loraplex.server.model.ops.cuda.lora_linear import LinearOutput, Ready
+from loraplex.server.model.ops.cuda.ops_cuda import CudaOps, CudaPlan, first_rows
 from loraplex.server.model.ops.ops import StepLayout
-from loraplex.server.model.ops.ops_cuda import CudaOps, CudaPlan, first_rows
 from loraplex.server.model.ops.sizes import MAX_PROMPTS, padded_size
 from loraplex.server.model.ops.transfers import to_device
 

@@ -18,7 +18,7 @@ from loraplex.server.model.spec.moe_spec import MoeSpec
 from loraplex.server.model.steps.rows import Rows
 
 if TYPE_CHECKING:
-    from loraplex.server.model.ops.ops_cuda import CudaOps  # which needs FlashInfer
+    from loraplex.server.model.ops.cuda.ops_cuda import CudaOps  # which needs FlashInfer
 
 # Token counts that between them use every kernel of steps outside graphs.
 _WARM_TOKENS = (3, 40, 300, 600, 2100)

@@ -12,9 +12,9 @@ from loraplex.server.model.graphs.parts import Built, Parts
 from loraplex.server.model.graphs.start_phases import StartPhases
 from loraplex.server.model.graphs.warm_up import run_texts
 from loraplex.server.model.linear.rounded import row_form
-from loraplex.server.model.ops.ops_cuda import CudaOps
+from loraplex.server.model.ops.attention.whole_cuda import WholeAttention
+from loraplex.server.model.ops.cuda.ops_cuda import CudaOps
 from loraplex.server.model.ops.sizes import row_sizes
-from loraplex.server.model.ops.whole_cuda import WholeAttention
 from loraplex.server.model.sampling.draws_torch import TorchDraws
 
 

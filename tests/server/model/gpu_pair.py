@@ -67,12 +67,8 @@ class Pair:
         fake_flashinfer.install(patch)
         from loraplex.server.kernels.sampling import draw, greedy
         from loraplex.server.model.graphs import fast_path
-        from loraplex.server.model.ops import (
-            attention_cuda,
-            lora_strategy,
-            ops_cuda,
-            prompt_attention,
-        )
+        from loraplex.server.model.ops.attention import attention_cuda, prompt_attention
+        from loraplex.server.model.ops.cuda import lora_strategy, ops_cuda
 
         heads = range(0 if backend == "none" else 257)
         for module in (draw, greedy):  # shared out as on a GPU, but not among as many
@@ -156,7 +152,7 @@ def replace_graphs(patch: pytest.MonkeyPatch) -> list[int]:
         warm_up,
         whole_path,
     )
-    from loraplex.server.model.ops import products
+    from loraplex.server.model.ops.cuda import products
 
     taken: list[int] = []
 

@@ -79,7 +79,8 @@ def started(folder: Path, gpu: str, patch: pytest.MonkeyPatch) -> Driver:
     arch, processors, backend, variant = GPUS[gpu]
     fake_flashinfer.install(patch)
     from loraplex.server.model.graphs import fast_path, warm_up
-    from loraplex.server.model.ops import attention_cuda, ops_cuda
+    from loraplex.server.model.ops.attention import attention_cuda
+    from loraplex.server.model.ops.cuda import ops_cuda
 
     warm_sizes, rehearse = warm_up.warm_sizes, fast_path._Start.rehearse
     warm_decodes = warm_up.warm_decodes

@@ -144,7 +144,8 @@ def test_hundreds_of_decodes(tmp_path: Path) -> None:
 def test_steps_of_many_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which no graph takes, here from 33 on: what takes up a product expands it; with ranks of
     eights the activation shrinks, too."""
-    from loraplex.server.model.ops import lora_strategy, sizes
+    from loraplex.server.model.ops import sizes
+    from loraplex.server.model.ops.cuda import lora_strategy
 
     monkeypatch.setattr(lora_strategy, "FEW_TOKENS", 32)
     monkeypatch.setattr(lora_strategy, "MIXED_TOKENS", 32)
@@ -162,7 +163,7 @@ def test_steps_of_many_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_graphs_of_many_tokens(tmp_path: Path, mixed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of models with small layers: what graphs take, here from 33 on, goes through the kernels for
     many tokens; or through those for steps where prompts and decodes are mixed."""
-    from loraplex.server.model.ops import lora_strategy
+    from loraplex.server.model.ops.cuda import lora_strategy
 
     monkeypatch.setattr(lora_strategy, "FEW_TOKENS", 32)
     monkeypatch.setattr(lora_strategy, "MIXED_TOKENS", mixed)
@@ -176,7 +177,7 @@ def test_graphs_of_many_tokens(tmp_path: Path, mixed: int, monkeypatch: pytest.M
 
 def test_attention_between_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of prompts, where no graph can launch it: other GPUs than Hopper's."""
-    from loraplex.server.model.ops import attention_cuda
+    from loraplex.server.model.ops.attention import attention_cuda
 
     monkeypatch.setattr(attention_cuda, "prompt_backend", lambda capability: "fa2")
     found = Trio("llama3", {}, tmp_path, 24)

@@ -165,7 +165,7 @@ def test_warm_steps_reach_embedding_and_head(pair: Pair, monkeypatch: pytest.Mon
     """No graph has these products' LoRA: its kernels must be compiled before somebody needs it, for
     as many rows as may want logits. A step may have more tokens than one context."""
     from loraplex.server.model.graphs import warm_up
-    from loraplex.server.model.ops import lora_linear
+    from loraplex.server.model.ops.cuda import lora_linear
 
     module: Any = lora_linear
     decoder, rows = pair.gpu.executor._decoder, pair.gpu.executor._rows

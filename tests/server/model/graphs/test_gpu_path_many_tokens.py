@@ -38,7 +38,7 @@ SAMPLED = SamplingParams(temperature=0.0, logprobs=EVERY_LOGPROB)
 
 def note_products(patch: pytest.MonkeyPatch) -> set[tuple[int, ...]]:
     """Rows, and the weight's shape, of every product from now on."""
-    from loraplex.server.model.ops.products import Products
+    from loraplex.server.model.ops.cuda.products import Products
 
     linear, found = Products.linear, set[tuple[int, ...]]()
 
@@ -121,7 +121,7 @@ def test_same_as_the_reference(
 ) -> None:
     """Where all ranks are small ones the activation shrinks for down, else nobody's does. That of
     few tokens adds a delta."""
-    from loraplex.server.model.ops import ops_cuda
+    from loraplex.server.model.ops.cuda import ops_cuda
 
     module: Any = ops_cuda
     gated, taken = module.gated_lora, list[tuple[int, bool]]()

@@ -78,7 +78,7 @@ def test_windows_of_some_layers_or_all(
     model = make_model(name, **SIZES, sliding_window=12)
     with pytest.MonkeyPatch.context() as patch:
         pair = Pair(model, ADAPTERS, tmp_path, patch, backend=backend, max_running=6)
-        from loraplex.server.model.ops.prompt_attention import prompt_kernels
+        from loraplex.server.model.ops.attention.prompt_attention import prompt_kernels
 
         assert set(prompt_kernels(pair.gpu.executor._decoder.spec)) == kernels
         pair.graphs.clear()

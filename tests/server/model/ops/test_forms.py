@@ -72,9 +72,9 @@ def ops(request: pytest.FixtureRequest) -> Iterator[Any]:
         pytest.skip("kernels on the CPU need TRITON_INTERPRET=1")
     with pytest.MonkeyPatch.context() as patch:
         fake_flashinfer.install(patch)
-        from loraplex.server.model.ops import prompt_attention
-        from loraplex.server.model.ops.attention_cuda import PagedAttention
-        from loraplex.server.model.ops.ops_cuda import CudaOps
+        from loraplex.server.model.ops.attention import prompt_attention
+        from loraplex.server.model.ops.attention.attention_cuda import PagedAttention
+        from loraplex.server.model.ops.cuda.ops_cuda import CudaOps
 
         patch.setattr(prompt_attention, "_FLASHINFER_HEADS", (16, 80))
         attention = PagedAttention(MODEL, cache, "fa3", 4, 4)

@@ -4,7 +4,7 @@ import pytest
 
 from loraplex.launcher.known_models import served_families
 from loraplex.server.model.families.registry import read_model
-from loraplex.server.model.ops.lora_strategy import (
+from loraplex.server.model.ops.cuda.lora_strategy import (
     FEW_TOKENS,
     MIXED_TOKENS,
     NONE_SUMMED,

@@ -88,9 +88,9 @@ def test_layers_of_every_kind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Captured: for a step of more tokens than this one. FP8: the room is for widened pages."""
-    from loraplex.server.model.ops import prompt_attention
-    from loraplex.server.model.ops.attention_cuda import prompt_backend
-    from loraplex.server.model.ops.prompt_attention import (
+    from loraplex.server.model.ops.attention import prompt_attention
+    from loraplex.server.model.ops.attention.attention_cuda import prompt_backend
+    from loraplex.server.model.ops.attention.prompt_attention import (
         PromptAttention,
         WidenedPrompts,
         prompt_kernels,

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from loraplex.server.kernels.attention.decode_work import WorkLayout
-from loraplex.server.model.ops.attention_cuda import Attention, decode_views
+from loraplex.server.model.ops.attention.attention_cuda import Attention, decode_views
+from loraplex.server.model.ops.attention.prompt_attention import PromptAttention
+from loraplex.server.model.ops.cuda.ops_cuda import CudaOps, CudaPlan
 from loraplex.server.model.ops.ops import StepLayout
-from loraplex.server.model.ops.ops_cuda import CudaOps, CudaPlan
-from loraplex.server.model.ops.prompt_attention import PromptAttention
 from loraplex.server.model.spec.latent_spec import LatentSpec
 
 _ALL = slice(0, None)

@@ -25,10 +25,10 @@ from loraplex.server.kernels.attention.prompt_attention import (
     prompt_attention,
     tile_shape,
 )
-from loraplex.server.model.ops.cache_pages import cache_pages
+from loraplex.server.model.ops.attention.cache_pages import cache_pages
+from loraplex.server.model.ops.attention.score_rules import score_rule
 from loraplex.server.model.ops.memory import WIDENED_BYTES, split_prompts_bytes
 from loraplex.server.model.ops.ops import KVCache, StepLayout
-from loraplex.server.model.ops.score_rules import score_rule
 from loraplex.server.model.ops.sizes import MAX_PROMPTS, PromptRoom
 from loraplex.server.model.ops.transfers import to_device
 from loraplex.server.model.spec.latent_spec import LatentSpec

@@ -19,9 +19,9 @@ from loraplex.server.kernels.pointwise.shared_terms import SharedTerms
 from loraplex.server.model.linear.dense import DenseLinear
 from loraplex.server.model.linear.linear import Linear
 from loraplex.server.model.lora.sites import Site
-from loraplex.server.model.ops.device_lora import DeviceLora, FusedLora, ShrinkingLora
-from loraplex.server.model.ops.lora_strategy import Strategy
-from loraplex.server.model.ops.products import Products
+from loraplex.server.model.ops.cuda.device_lora import DeviceLora, FusedLora, ShrinkingLora
+from loraplex.server.model.ops.cuda.lora_strategy import Strategy
+from loraplex.server.model.ops.cuda.products import Products
 
 
 @dataclass(frozen=True, slots=True)

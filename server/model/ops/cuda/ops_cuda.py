@@ -35,13 +35,15 @@ from loraplex.server.model.lora.own_rows import (
     widened,
 )
 from loraplex.server.model.lora.sites import BranchSites, Site
-from loraplex.server.model.ops import pointwise, states_cuda
-from loraplex.server.model.ops.attention_cuda import NOTHING, Attention, PagedAttention
-from loraplex.server.model.ops.cache_pages import cache_pages
-from loraplex.server.model.ops.device_lora import DeviceLora, LoraBatches
-from loraplex.server.model.ops.experts_cuda import Experts
-from loraplex.server.model.ops.latents_cuda import AbsorbedProducts
-from loraplex.server.model.ops.lora_linear import (
+from loraplex.server.model.ops import pointwise
+from loraplex.server.model.ops.attention.attention_cuda import NOTHING, Attention, PagedAttention
+from loraplex.server.model.ops.attention.cache_pages import cache_pages
+from loraplex.server.model.ops.attention.whole_cuda import WholeAttention, WholeTexts
+from loraplex.server.model.ops.cuda import states_cuda
+from loraplex.server.model.ops.cuda.device_lora import DeviceLora, LoraBatches
+from loraplex.server.model.ops.cuda.experts_cuda import Experts
+from loraplex.server.model.ops.cuda.latents_cuda import AbsorbedProducts
+from loraplex.server.model.ops.cuda.lora_linear import (
     ByExperts,
     Deferred,
     DeferredShrinkNext,
@@ -52,13 +54,12 @@ from loraplex.server.model.ops.lora_linear import (
     Unsummed,
     WithDelta,
 )
-from loraplex.server.model.ops.lora_strategy import NONE_SUMMED, Consumers, SummedSites
+from loraplex.server.model.ops.cuda.lora_strategy import NONE_SUMMED, Consumers, SummedSites
+from loraplex.server.model.ops.cuda.products import Products
+from loraplex.server.model.ops.cuda.rotations import Rotations
 from loraplex.server.model.ops.ops import DistanceProduct, KVCache, StepLayout
 from loraplex.server.model.ops.pointwise import layer_norm, wide_logits, without_gate
-from loraplex.server.model.ops.products import Products
-from loraplex.server.model.ops.rotations import Rotations
 from loraplex.server.model.ops.row_states import RowStates
-from loraplex.server.model.ops.whole_cuda import WholeAttention, WholeTexts
 from loraplex.server.model.spec.model_spec import (
     Activation,
     ModelSpec,

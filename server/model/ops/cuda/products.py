@@ -14,7 +14,7 @@ from loraplex.server.kernels.linear.row_form import RoundedRows, Rounding
 from loraplex.server.model.linear.dense import DEFAULT, Library, Way
 from loraplex.server.model.linear.linear import Linear
 from loraplex.server.model.linear.rounded import RoundedLinear
-from loraplex.server.model.ops.capture import record
+from loraplex.server.model.ops.cuda.capture import record
 
 # Layers that a measurement goes through. With few rows weights are to come from memory as in a
 # step, and kernels to follow each other; with many neither counts, and each takes longer.

@@ -12,7 +12,7 @@ from loraplex.server.kernels.lora.scale_outputs import scale_outputs
 from loraplex.server.kernels.lora.table import LoraTable
 from loraplex.server.model.latent_weights import LatentWeights
 from loraplex.server.model.lora.sites import Site
-from loraplex.server.model.ops.device_lora import DeviceLora
+from loraplex.server.model.ops.cuda.device_lora import DeviceLora
 
 
 @dataclass(frozen=True, slots=True)

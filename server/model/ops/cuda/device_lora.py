@@ -13,8 +13,8 @@ from loraplex.server.kernels.lora.vector_table import VectorTable
 from loraplex.server.kernels.lora.workspace import Workspace, allocate_workspace
 from loraplex.server.model.lora.lora import AdapterTable, Reach
 from loraplex.server.model.lora.own_rows import OwnSegment
-from loraplex.server.model.ops import lora_strategy
-from loraplex.server.model.ops.lora_strategy import Consumers, Regime, Strategies
+from loraplex.server.model.ops.cuda import lora_strategy
+from loraplex.server.model.ops.cuda.lora_strategy import Consumers, Regime, Strategies
 from loraplex.server.model.ops.transfers import to_device
 
 # Parts of the activation's columns whose sums for down's LoRA are kept apart.

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from loraplex.server.kernels.attention.whole_attention import cut_texts, whole_attention
+from loraplex.server.model.ops.attention.score_rules import score_rules
 from loraplex.server.model.ops.ops import StepLayout
-from loraplex.server.model.ops.score_rules import score_rules
 from loraplex.server.model.ops.transfers import to_device
 from loraplex.server.model.ops.turned_heads import HeadTurns, StepTurns, turned_heads
 from loraplex.server.model.spec.model_spec import ModelSpec

@@ -14,9 +14,9 @@ from loraplex.server.model.linear.experts import ExpertsLinear, MoeWeights
 from loraplex.server.model.lora.lora import AdapterTable
 from loraplex.server.model.lora.sites import BranchSites, Site
 from loraplex.server.model.ops import pointwise
-from loraplex.server.model.ops.device_lora import DeviceLora
-from loraplex.server.model.ops.lora_linear import ByExperts
-from loraplex.server.model.ops.products import Products
+from loraplex.server.model.ops.cuda.device_lora import DeviceLora
+from loraplex.server.model.ops.cuda.lora_linear import ByExperts
+from loraplex.server.model.ops.cuda.products import Products
 
 
 class Experts:

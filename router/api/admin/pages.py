@@ -31,5 +31,6 @@ def parse_page(query: Mapping[str, str]) -> Page:
     tenant = parse_tenant(query)
     limit = whole_number(query.get("limit", str(MAX_PAGE)), 1, MAX_PAGE, "limit")
     search, after = query.get("search", ""), query.get("after", "")
-    require(search.isprintable() and after.isprintable(), "expected a name", "search")
+    require(search.isprintable(), "expected a name", "search")
+    require(after.isprintable(), "expected a name", "after")
     return Page(tenant, search, after, limit)

@@ -1,4 +1,4 @@
-"""Numbers of queries: within their bounds, and of no more digits than these."""
+"""Numbers and names of queries: within their bounds, and blamed by their own parameter."""
 
 import pytest
 
@@ -26,3 +26,10 @@ def test_refused_limits(text: str) -> None:
     with pytest.raises(RequestError) as caught:
         parse_page({"limit": text})
     assert caught.value.param == "limit"
+
+
+@pytest.mark.parametrize("param", ["search", "after"])
+def test_refused_names(param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_page({param: "a\n"})
+    assert caught.value.param == param

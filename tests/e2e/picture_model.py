@@ -1,7 +1,6 @@
 """A tiny random Qwen2.5-VL with its tokenizer, processor file and adapters, and greedy answers of
 transformers about pictures."""
 
-import base64
 import io
 import json
 from collections.abc import Sequence
@@ -136,7 +135,3 @@ class Oracle:
         else:
             made = ask(input_ids=ids, **inputs, **options)
         return ids[0].tolist(), made[0, ids.shape[1] :].tolist()
-
-
-def data_url(data: bytes) -> str:
-    return f"data:image/png;base64,{base64.b64encode(data).decode()}"

@@ -13,9 +13,10 @@ import psutil
 import pytest
 from huggingface_hub import InferenceClient
 
-from tests.e2e.picture_model import ADAPTERS, IMAGE, VIDEO, Oracle, data_url, save_all
+from tests.e2e.picture_model import ADAPTERS, IMAGE, VIDEO, Oracle, save_all
 from tests.e2e.serving import ROOT, Serving, running_folder
 from tests.e2e.test_several_workers import until
+from tests.router.pictures.seeing import data_url
 from tests.server.pictures.files import written
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.llava_model import ADAPTER, IMAGE, LlavaOracle, save_llava
-from tests.e2e.picture_model import data_url
 from tests.e2e.serving import running_folder
 from tests.e2e.test_images import FILES, parts, post
+from tests.router.pictures.seeing import data_url
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.filterwarnings("ignore")]
 TIMEOUT_S, MOST = 240, 12

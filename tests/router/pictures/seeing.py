@@ -3,6 +3,8 @@
 import base64
 from typing import Any
 
+import msgspec
+
 from loraplex.server.protocol import ModelCard
 from tests.router.fake_worker import make_card, make_tokenizer
 from tests.server.pictures.cards import QWEN
@@ -24,13 +26,12 @@ _TEMPLATE = (
 def seeing_card(**changes: object) -> ModelCard:
     tokenizer = make_tokenizer()
     tokenizer.add_special_tokens(["<img>", "<pic>", "</img>"])
-    vision = {name: getattr(QWEN, name) for name in QWEN.__struct_fields__}
-    vision |= {"token_id": PLACE, "opens_id": OPENS, "closes_id": CLOSES}
+    ids = {"token_id": PLACE, "opens_id": OPENS, "closes_id": CLOSES}
     own: dict[str, object] = {
         "tokenizer_json": tokenizer.to_str(),
         "chat_template": _TEMPLATE,
         "vocab_size": 261,
-        "vision": type(QWEN)(**vision),
+        "vision": msgspec.structs.replace(QWEN, **ids),
     }
     return make_card(**(own | changes))
 

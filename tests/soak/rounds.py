@@ -4,6 +4,7 @@ import asyncio
 import random
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -55,6 +56,11 @@ class Weights:
 
     taken: dict[str, list[int]] = field(default_factory=dict)
 
+    @property
+    def enough(self) -> bool:
+        """Whether each part of the time has a weight of every process."""
+        return bool(self.taken) and all(len(held) >= PARTS for held in self.taken.values())
+
     def take(self, fleet: Fleet) -> None:
         for process in fleet.processes:
             parent, engine = psutil.Process(process.pid), engine_of(process)
@@ -68,10 +74,9 @@ class Weights:
     def means(self) -> dict[str, list[int]]:
         """The mean weight of each process in each of `PARTS` parts of the time."""
         found = {}
-        for name, held in self.taken.items():
+        for name, held in self.taken.items() if self.enough else ():
             cuts = [len(held) * part // PARTS for part in range(PARTS + 1)]
-            if len(held) >= PARTS:
-                found[name] = [round(mean(held[a:b])) for a, b in pairwise(cuts)]
+            found[name] = [round(mean(held[a:b])) for a, b in pairwise(cuts)]
         return found
 
 
@@ -131,14 +136,11 @@ async def run(asked: Round, folder: Path) -> Outcome:
             load = asyncio.create_task(clients.run(asked.clients, MIN_TOKENS, MAX_TOKENS))
             faults = Faults(fleet, dice, LONGEST_S)
             done, weights = Counter[str](), Weights()
-            for kinds, until in ((DEADLY, asked.tokens // 2), (GENTLE, asked.tokens)):
-                while clients.tally.tokens < until and not load.done():
-                    fault = dice.choice(kinds)
-                    await faults.do(fault)
-                    done[fault] += 1
-                    await asyncio.sleep(dice.uniform(0.0, asked.calm_s))
-                    if kinds is GENTLE:
-                        weights.take(fleet)
+            while clients.tally.tokens < asked.tokens // 2 and not load.done():
+                done[await _disturb(faults, DEADLY, dice, asked.calm_s)] += 1
+            while not (load.done() or (clients.tally.tokens >= asked.tokens and weights.enough)):
+                done[await _disturb(faults, GENTLE, dice, asked.calm_s)] += 1
+                weights.take(fleet)
             used = {name: await _sum(fleet, name) for name in USED}
             clients.stop()
             await load
@@ -146,6 +148,14 @@ async def run(asked: Round, folder: Path) -> Outcome:
             await clients.close()
             await fleet.close()
     return Outcome(time.monotonic() - began, clients.tally, done, used, weights.means())
+
+
+async def _disturb(faults: Faults, kinds: Sequence[str], dice: random.Random, calm_s: float) -> str:
+    """The fault that was done, and is over."""
+    fault = dice.choice(kinds)
+    await faults.do(fault)
+    await asyncio.sleep(dice.uniform(0.0, calm_s))
+    return fault
 
 
 async def _sum(fleet: Fleet, name: str) -> float:

@@ -13,7 +13,7 @@ from PIL import Image, ImageOps
 from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedTokenizerFast
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from tests.e2e.picture_model import ADAPTERS
+from tests.e2e.picture_model import ADAPTERS, answer_of
 from tests.router.fake_worker import make_tokenizer
 from tests.server.model.hub_models import SIZES, add_adapter, random_model
 
@@ -100,9 +100,4 @@ class LlavaOracle:
         inputs = dict(self.processor(seen, return_tensors="pt")) if files else {}
         options: dict[str, Any] = {"max_new_tokens": most, "do_sample": False, "pad_token_id": 0}
         options |= {"bad_words_ids": [[IMAGE]], "input_ids": ids, **inputs}
-        if adapted:
-            made = self.model.generate(**options)
-        else:
-            with self.model.disable_adapter():
-                made = self.model.generate(**options)
-        return ids[0].tolist(), made[0, ids.shape[1] :].tolist()
+        return ids[0].tolist(), answer_of(self.model, ADAPTER if adapted else None, options)

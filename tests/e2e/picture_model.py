@@ -124,14 +124,18 @@ class Oracle:
         ids = torch.tensor([self.tokenizer(text, add_special_tokens=False)["input_ids"]])
         if files:
             inputs["mm_token_type_ids"] = (ids == IMAGE).long()
-        if adapter is not None:
-            self.model.set_adapter(adapter)
         options: dict[str, Any] = {"max_new_tokens": most, "do_sample": False, "pad_token_id": 0}
-        options |= {"bad_words_ids": [[IMAGE], [VIDEO]]}
-        ask: Any = self.model.generate
-        if adapter is None:
-            with self.model.disable_adapter():
-                made = ask(input_ids=ids, **inputs, **options)
-        else:
-            made = ask(input_ids=ids, **inputs, **options)
-        return ids[0].tolist(), made[0, ids.shape[1] :].tolist()
+        options |= {"bad_words_ids": [[IMAGE], [VIDEO]], "input_ids": ids, **inputs}
+        return ids[0].tolist(), answer_of(self.model, adapter, options)
+
+
+def answer_of(model: Any, adapter: str | None, options: dict[str, Any]) -> list[int]:
+    """Ids that transformers draws after `input_ids`. adapter: None = the base."""
+    if adapter is None:
+        with model.disable_adapter():
+            made = model.generate(**options)
+    else:
+        model.set_adapter(adapter)
+        made = model.generate(**options)
+    answer: list[int] = made[0, options["input_ids"].shape[1] :].tolist()
+    return answer

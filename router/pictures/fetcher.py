@@ -1,6 +1,5 @@
 """Fetches pictures from hosts that the operator listed, by processes without credentials."""
 
-import asyncio
 import ssl
 from collections.abc import Sequence
 from urllib.parse import urlsplit
@@ -12,29 +11,26 @@ from loraplex.adapters.helpers.helper import Helper, HelperStopped, HelperUnavai
 from loraplex.adapters.helpers.pool import HelperPool
 from loraplex.router.call import RequestError
 from loraplex.router.pictures.fetch_job import FETCH_S, FetchBegin, FetchJob, FetchOutcome
+from loraplex.router.text.turn_taking import FETCHES
 from loraplex.server.protocol import MAX_PICTURE_BYTES
 
 OPTION = "--picture-host"
-PROCESSES = 4
 _MODULE = "loraplex.router.pictures.fetching"
 _AROUND_BYTES = 4096
-_REQUESTS = 16
 _MAX_URL = 8192
 
 
 class PictureFetcher:
-    """Fetches from hosts of `--picture-host`. Processes start when first needed. requests: that may
-    have pictures fetched at the same time; nothing else counts the bytes of half-read ones. Raises
-    AdapterError for an item that is no host."""
+    """Fetches from hosts of `--picture-host`, for callers whose turn it is. Processes start when
+    first needed. Raises AdapterError for an item that is no host."""
 
     def __init__(self, hosts: Sequence[str]) -> None:
         self._hosts = dict(listed_host(host, OPTION) for host in hosts)
-        self.requests = asyncio.Semaphore(_REQUESTS)
         paths = ssl.get_default_verify_paths()
         begin = msgspec.msgpack.encode(FetchBegin(paths.cafile, paths.capath))
         most = MAX_PICTURE_BYTES + _AROUND_BYTES
         self._pool = HelperPool(
-            [Helper(_MODULE, begin, 2 * FETCH_S, most) for _ in range(PROCESSES)], "picture-fetch"
+            [Helper(_MODULE, begin, 2 * FETCH_S, most) for _ in range(FETCHES)], "picture-fetch"
         )
 
     async def fetch(self, url: str, where: str) -> bytes:

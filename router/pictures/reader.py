@@ -46,10 +46,10 @@ class PictureReader:
         self, given: Sequence[GivenPicture], model: TextModel, vision: VisionCard
     ) -> list[Picture]:
         """The pictures, in order. What a request names twice is read once. Raises RequestError
-        (invalid_image, unavailable, and for files file_not_found, unsupported)."""
+        (invalid_image, unavailable, overloaded, and for files file_not_found, unsupported)."""
         if not any(map(is_address, given)):
             return await self._read_all(given, model, vision)
-        async with self._fetcher.requests:
+        async with model.turns.take("images"):
             return await self._read_all(given, model, vision)
 
     async def close(self) -> None:
@@ -80,7 +80,10 @@ class PictureReader:
             return await self._uploaded.data(one.file_id, one.where)
         size = len(one.url) // _CHARACTERS
         data = await model.turns.run(size, _blaming(one.where, lambda: data_of(one.url)))
-        return await self._fetcher.fetch(one.url, one.where) if data is None else data
+        if data is not None:
+            return data
+        async with model.turns.take("image"):
+            return await self._fetcher.fetch(one.url, one.where)
 
 
 def _picture(data: bytes, vision: VisionCard) -> Picture:

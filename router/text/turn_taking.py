@@ -1,7 +1,7 @@
 """Carries out turns of costly work on the event loop, which stays free.
 
 What takes processor time before a request waits for a worker takes a turn: long texts, adapters'
-chat templates, trials of grammars.
+chat templates, trials of grammars. So do fetches of images, which take time and memory.
 """
 
 import asyncio
@@ -19,12 +19,16 @@ from loraplex.adapters.common.awaited_turns import AwaitedTurn, AwaitedTurns
 from loraplex.adapters.common.turns import LineFull, Room
 from loraplex.router.call import RequestError
 
-Kind = Literal["text", "template", "grammar"]
+# images: all that one request has fetched. image: one fetch.
+Kind = Literal["text", "template", "grammar", "images", "image"]
 
 # Encoding runs at a few MB/s: below this size a thread costs more than it saves.
 INLINE_SIZE = 16 << 10
 # Processes that render adapters' templates, and as many that try grammars.
 PROCESSES = 3
+# Processes that fetch images, and requests that may hold half of theirs: nothing else counts those.
+FETCHES = 4
+_FETCHING = 16
 # Who stood behind more would hardly live to see its turn.
 _MAX_LINE = 1024
 # Of texts in characters: a tokenizer uses up to 400 bytes of memory a character while it works.
@@ -33,6 +37,8 @@ ROOMS: dict[str, Room] = {
     "text": Room(2 << 20, 3 << 19, sys.maxsize),
     "template": Room(PROCESSES, PROCESSES - 1, _MAX_LINE),
     "grammar": Room(PROCESSES, PROCESSES - 1, _MAX_LINE),
+    "images": Room(_FETCHING, _FETCHING * 3 // 4, _MAX_LINE),
+    "image": Room(FETCHES, FETCHES - 1, _MAX_LINE),
 }
 _RETRY_S = 1.0
 # JSON is read so many times as fast as text is encoded.

@@ -10,11 +10,12 @@ import msgspec
 
 from loraplex.router.names.owned_name import OwnedName
 from loraplex.router.names.served import ServedAdapter
+from loraplex.router.policy.queue.queue_limits import QueueCapacity, QueueLimits
 
 KEPT_S = 3600.0
-# A router remembers so many requests at once, and twice as many in any such time. A store in
-# memory has room for twice as many again, as answers to repeated requests lie there, too.
-MOST_AT_ONCE = 1 << 14
+# A router remembers so many requests in any such time. A store in memory has room for twice as
+# many, as answers to repeated requests lie there, too.
+MOST_KEPT = 1 << 15
 _MAX_UNWRITTEN = 1 << 12
 
 
@@ -32,7 +33,8 @@ class JudgedRequest(msgspec.Struct, frozen=True):
 
 
 class JudgedRequests:
-    """Requests that are not in the store yet. What is too much is forgotten, and counted.
+    """Requests that are not in the store yet. What is too much is forgotten, and counted: tenants
+    share the room as they share the queue.
 
     waiting: set while there are some.
     """
@@ -40,21 +42,26 @@ class JudgedRequests:
     def __init__(self) -> None:
         self.waiting = asyncio.Event()
         self.forgotten = 0
-        self._unwritten: deque[tuple[str, JudgedRequest]] = deque()
-        self._room, self._filled_at = float(MOST_AT_ONCE), 0.0
+        self._unwritten: deque[tuple[str, str, JudgedRequest]] = deque()  # first: the tenant
+        self._kept: deque[tuple[str, float]] = deque()  # whose, and since when
+        self._unwritten_room = QueueCapacity(QueueLimits(_MAX_UNWRITTEN, 0))
+        self._room = QueueCapacity(QueueLimits(MOST_KEPT, 0))
 
     def note(self, tenant: str, request_id: str, adapter: ServedAdapter, now: float) -> None:
         """Notes a request that was admitted, if its name has a rollout. now: Unix seconds."""
         if not adapter.rollout or adapter.alias is None:
             return
-        grown = self._room + (now - self._filled_at) * MOST_AT_ONCE / KEPT_S
-        self._room, self._filled_at = min(float(MOST_AT_ONCE), grown), now
-        if self._room < 1.0 or len(self._unwritten) >= _MAX_UNWRITTEN:
+        rooms = (self._unwritten_room, self._room)
+        while self._kept and self._kept[0][1] <= now - KEPT_S:
+            self._room.book(self._kept.popleft()[0], -1, 0)
+        if any(room.refusal(tenant, 1, 0) for room in rooms):
             self.forgotten += 1
             return
-        self._room -= 1.0
+        for room in rooms:
+            room.book(tenant, 1, 0)
+        self._kept.append((tenant, now))
         request = JudgedRequest(adapter.alias, adapter.rollout, adapter.digest, now, adapter.base)
-        self._unwritten.append((key_of(tenant, request_id), request))
+        self._unwritten.append((tenant, key_of(tenant, request_id), request))
         self.waiting.set()
 
     def oldest(self) -> tuple[str, JudgedRequest] | None:
@@ -62,11 +69,12 @@ class JudgedRequests:
         if not self._unwritten:
             self.waiting.clear()
             return None
-        return self._unwritten[0]
+        return self._unwritten[0][1:]
 
     def written(self) -> None:
         """Notes that the oldest is in the store."""
-        self._unwritten.popleft()
+        tenant, *_ = self._unwritten.popleft()
+        self._unwritten_room.book(tenant, -1, 0)
 
 
 def key_of(tenant: str, request_id: str) -> str:

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from loraplex.adapters.ref import AdapterRef
 from loraplex.router.call import RequestError
-from loraplex.router.names.judged_requests import MOST_AT_ONCE, JudgedRequests
+from loraplex.router.names.judged_requests import KEPT_S, MOST_KEPT, JudgedRequests
 from loraplex.router.names.owned_name import OwnedName
 from loraplex.router.names.served import ServedAdapter
 from loraplex.router.operations.feedback import Feedback
@@ -49,15 +49,32 @@ async def test_a_key_for_one_of_several_bases_scores_its_adapters() -> None:
     assert await feedback.take(caller("a", "org/blue:*"), "1", 0.5) == "over"
 
 
-def test_a_router_remembers_so_many() -> None:
-    requests = JudgedRequests()
-    for number in range(MOST_AT_ONCE + 10):
-        requests.note("", str(number), ADAPTER, 0.0)
+def noted(requests: JudgedRequests, tenant: str, count: int, now: float) -> int:
+    """How many of so many requests are remembered, each written at once."""
+    before = requests.forgotten
+    for number in range(count):
+        requests.note(tenant, str(number), ADAPTER, now)
         if requests.oldest() is not None:
             requests.written()
-    assert requests.forgotten == 10
-    requests.note("", "later", ADAPTER, 60.0)
-    assert requests.oldest() is not None
-    for number in range(MOST_AT_ONCE):
-        requests.note("", str(number), ADAPTER, 7200.0)
-    assert requests.forgotten > 10, "while the store is away few wait"
+    return count - (requests.forgotten - before)
+
+
+def test_a_router_remembers_so_many_and_some_of_each_tenant() -> None:
+    requests = JudgedRequests()
+    most = noted(requests, "a", MOST_KEPT, 0.0)
+    assert most == MOST_KEPT * 8 // 9 + 1
+    free = MOST_KEPT - most
+    assert noted(requests, "b", free, 1.0) == free * 8 // 9 + 1
+    assert noted(requests, "a", 1, KEPT_S - 1.0) == 0
+    assert noted(requests, "c", 1, KEPT_S - 1.0) == 1
+    assert noted(requests, "a", MOST_KEPT, KEPT_S) > MOST_KEPT // 2
+
+
+def test_while_the_store_is_away_few_wait_of_any_tenant() -> None:
+    requests = JudgedRequests()
+    for number in range(MOST_KEPT // 4):
+        requests.note("a", str(number), ADAPTER, 0.0)
+    before = requests.forgotten
+    assert before > MOST_KEPT // 8
+    requests.note("b", "1", ADAPTER, 0.0)
+    assert requests.forgotten == before

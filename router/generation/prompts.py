@@ -126,23 +126,24 @@ async def _encode_with(
     vision = model.card.vision
     if vision is None or not pictures:
         return prompt
-    lengths = [vision.tokens(picture.grid) for picture in pictures]
-    if _kept(call, model, len(prompt.ids) + sum(lengths) - len(lengths)) != slice(None):
+    grids = [picture.grid for picture in pictures]
+    size = len(prompt.ids) + sum(len(vision.ids(grid)) - 1 for grid in grids)
+    if _kept(call, model, size) != slice(None):
         message = "a prompt with images is not cut"
         raise RequestError("unsupported", message, param=_PARAM[call.api])
 
-    def put() -> tuple[list[int], list[str], list[int]]:
-        return placed(prompt.ids, prompt.parts, lengths, vision)
+    def put() -> tuple[list[int], list[str], list[tuple[int, int]]]:
+        return placed(prompt.ids, prompt.parts, grids, vision)
 
     try:
         # A small file may say that it is large, and is many tokens then.
-        ids, parts, starts = await model.turns.run(len(prompt.ids) + sum(lengths), put)
+        ids, parts, places = await model.turns.run(size, put)
     except ValueError as error:
         message = f"{error}: a text spells an image's token, or the chat template leaves images out"
         raise RequestError("invalid", message, param=_PARAM[call.api]) from None
     spans = [
         PictureSpan(start, length, picture.digest, picture.grid)
-        for start, length, picture in zip(starts, lengths, pictures, strict=True)
+        for (start, length), picture in zip(places, pictures, strict=True)
     ]
     return msgspec.structs.replace(
         prompt, ids=ids, parts=parts, pictures=tuple(spans), files=tuple(pictures)

@@ -46,7 +46,7 @@ class PictureLimits(msgspec.Struct, frozen=True):
     is_flat: bool = False
 
     def tokens(self, grid: Grid) -> int:
-        """Tokens of a picture. grid: as of `PictureSpan`."""
+        """Placeholders of a picture. grid: as of `PictureSpan`."""
         return prod(grid) // self.side**2 + self.added
 
     def blocks(self, tokens: int) -> int:

@@ -10,9 +10,9 @@ SliceKind = Literal["prompt", "decode"]
 
 
 class PlacedPicture(msgspec.Struct, frozen=True, array_like=True):
-    """A picture of a row. start: its first token. grid: as of `PictureSpan`. blocks: of the cache
-    of results (`PictureLimits`), which hold its tokens in order. They hold them until the last step
-    that computes one of these tokens is launched.
+    """A picture of a row. start: its first placeholder. grid: as of `PictureSpan`. blocks: of the
+    cache of results (`PictureLimits`), which hold its own in order. They hold them until the last
+    step that computes one of its placeholders is launched.
     """
 
     start: int

@@ -13,7 +13,8 @@ _MAX_ASPECT = 200
 
 
 class PictureSpan(msgspec.Struct, frozen=True, array_like=True):
-    """A picture's placeholders in a prompt: prompt_ids[start : start + length].
+    """A picture's placeholders in a prompt, from the first to the last: prompt_ids[start : start +
+    length]. Tokens of text may lie between them.
 
     picture: SHA-256 of the file's bytes, in hex. grid: (time, height, width) in patches, before
     merge_size**2 of them become one token.
@@ -31,10 +32,11 @@ class VisionCard(msgspec.Struct, frozen=True):
     patch_size: of a square patch, in pixels. temporal_patch_size: frames of one patch; a picture
     is repeated for them. merge_size: a square of so many by so many patches is one token.
     min_pixels, max_pixels: of the resized picture. mean, std: of red, green and blue, from 0 to 1.
-    token_id: the placeholder of a token of a picture. opens_id, closes_id: the tokens around a
-    picture; None = there is none. By the rule `clip` the shorter side gets `shortest_edge` pixels
-    (0 = each gets `crop_size`), and the model sees the middle square of `crop_size` pixels a side;
-    by the other both are 0.
+    token_id: the placeholder of a token of a picture. spot_id: the token of a prompt that becomes a
+    picture; None = the placeholder. opens_id, closes_id: the tokens that a prompt has around it;
+    None = there is none. before, after: ids that come around a picture's placeholders. By the rule
+    `clip` the shorter side gets `shortest_edge` pixels (0 = each gets `crop_size`), and the model
+    sees the middle square of `crop_size` pixels a side; by the other both are 0.
     added_tokens: of a picture, beside those of its patches.
     """
 
@@ -45,8 +47,11 @@ class VisionCard(msgspec.Struct, frozen=True):
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     token_id: int
+    spot_id: int | None = None
     opens_id: int | None = None
     closes_id: int | None = None
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
     min_pixels: int = 0
     max_pixels: int = 0
     shortest_edge: int = 0
@@ -59,9 +64,14 @@ class VisionCard(msgspec.Struct, frozen=True):
         return 3 * self.temporal_patch_size * self.patch_size**2
 
     @property
+    def spot(self) -> int:
+        """The token of a prompt that becomes a picture."""
+        return self.token_id if self.spot_id is None else self.spot_id
+
+    @property
     def place(self) -> tuple[int, ...]:
         """Ids of a picture in a prompt, before it has its placeholders."""
-        ids = (self.opens_id, self.token_id, self.closes_id)
+        ids = (self.opens_id, self.spot, self.closes_id)
         return tuple(token_id for token_id in ids if token_id is not None)
 
     @property
@@ -115,5 +125,15 @@ class VisionCard(msgspec.Struct, frozen=True):
         return 1, high // self.patch_size, wide // self.patch_size
 
     def tokens(self, grid: Grid) -> int:
-        """Tokens that a picture of this grid takes, without those around it."""
+        """Placeholders that a picture of this grid has."""
         return math.prod(grid) // self.merge_size**2 + self.added_tokens
+
+    def ids(self, grid: Grid) -> list[int]:
+        """Ids that come in place of the spot of a picture of this grid."""
+        return [*self.before, *[self.token_id] * self.tokens(grid), *self.after]
+
+    def span_ids(self, grid: Grid) -> tuple[int, list[int]]:
+        """Ids from a picture's first placeholder to its last, and how many come before them."""
+        ids = self.ids(grid)
+        first, behind = ids.index(self.token_id), ids[::-1].index(self.token_id)
+        return first, ids[first : len(ids) - behind]

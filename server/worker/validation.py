@@ -138,12 +138,12 @@ def _check_pictures(request: GenerateRequest, vision: VisionCard | None) -> str 
             return "the model reads no pictures"
         if not _DIGEST.fullmatch(span.picture):
             return "a picture must be a digest of 64 hexadecimal digits"
-        if min(span.grid) < 1 or span.length != vision.tokens(span.grid):
+        if min(span.grid) < 1 or not 0 < vision.tokens(span.grid) <= span.length:
             return f"a picture's grid {span.grid} does not make {span.length} tokens"
         end = span.start + span.length
         held = request.prompt_ids[span.start : end]
         is_there = span.start >= free and len(held) == span.length
-        if not is_there or set(held) != {vision.token_id}:
+        if not is_there or held != vision.span_ids(span.grid)[1]:
             return f"the prompt has no place for a picture at {span.start}"
         free = end
     return None

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from loraplex.router.call import Api, GenerationCall, RequestError
-from loraplex.server.protocol import ModelCard, VisionCard
+from loraplex.server.protocol import Grid, ModelCard, VisionCard
 
 MAX_PICTURES = 128
 # LoRAX's form of a picture in a text.
@@ -137,27 +137,30 @@ def data_of(url: str) -> bytes | None:
 
 
 def placed(
-    ids: Sequence[int], parts: Sequence[str], lengths: Sequence[int], vision: VisionCard
-) -> tuple[list[int], list[str], list[int]]:
-    """Puts as many placeholders as each picture has tokens where the prompt has one. lengths: in
-    order. Returns ids, parts (if there are any) and the place of each picture's first token. Raises
-    ValueError when the prompt has other than one place for each picture.
+    ids: Sequence[int], parts: Sequence[str], grids: Sequence[Grid], vision: VisionCard
+) -> tuple[list[int], list[str], list[tuple[int, int]]]:
+    """Puts each picture's ids where the prompt has its spot. grids: of the pictures, in order.
+    Returns ids, parts (if there are any), and of each picture the place of its first placeholder
+    and the length of its span. Raises ValueError when the prompt has other than one spot for each
+    picture.
     """
-    spots = [i for i, token_id in enumerate(ids) if token_id == vision.token_id]
-    if len(spots) != len(lengths):
-        raise ValueError(f"the prompt has {len(spots)} places for {len(lengths)} images")
+    spots = [i for i, token_id in enumerate(ids) if token_id == vision.spot]
+    if len(spots) != len(grids):
+        raise ValueError(f"the prompt has {len(spots)} places for {len(grids)} images")
     longer: list[int] = []
     longer_parts: list[str] = []
-    starts: list[int] = []
+    spans: list[tuple[int, int]] = []
     begin = 0
-    for spot, length in zip(spots, lengths, strict=True):
+    for spot, grid in zip(spots, grids, strict=True):
         longer += ids[begin:spot]
-        starts.append(len(longer))
-        longer += [vision.token_id] * length
+        first, within = vision.span_ids(grid)
+        spans.append((len(longer) + first, len(within)))
+        own = vision.ids(grid)
+        longer += own
         if parts:
-            longer_parts += [*parts[begin : spot + 1], *([""] * (length - 1))]
+            longer_parts += [*parts[begin : spot + 1], *([""] * (len(own) - 1))]
         begin = spot + 1
-    return [*longer, *ids[begin:]], [*longer_parts, *parts[begin:]], starts
+    return [*longer, *ids[begin:]], [*longer_parts, *parts[begin:]], spans
 
 
 def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:

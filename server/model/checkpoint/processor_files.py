@@ -95,7 +95,7 @@ def read_vision_card(folder: Path, tower: TowerForm) -> VisionCard:
     return card
 
 
-def _of_qwen2(given: Mapping[str, Any], tower: TowerForm, folder: Path) -> dict[str, int]:
+def _of_qwen2(given: Mapping[str, Any], tower: TowerForm, folder: Path) -> dict[str, Any]:
     """Fields of a VisionCard by the rule `qwen2_vl`."""
     if tower.grid is not None:
         raise ValueError(f"{_KIND} does not suit a tower of pictures of one size")
@@ -115,7 +115,7 @@ def _of_qwen2(given: Mapping[str, Any], tower: TowerForm, folder: Path) -> dict[
     }
 
 
-def _of_clip(given: Mapping[str, Any], tower: TowerForm) -> dict[str, int]:
+def _of_clip(given: Mapping[str, Any], tower: TowerForm) -> dict[str, Any]:
     """Fields of a VisionCard by the rule `clip`. The tower says how large its picture is. SigLIP's
     processor crops nothing."""
     is_cropped = not str(given.get(_KIND)).startswith(_SIGLIP)

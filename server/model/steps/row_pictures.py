@@ -13,11 +13,12 @@ from loraplex.server.engine.plan import PlacedPicture
 
 
 class _Span(NamedTuple):
-    """Tokens of one picture. first: where its first token lies, by all axes. height, width: in
-    tokens."""
+    """Tokens of one picture, from its first placeholder on. placeholders: their places in the row,
+    int64 `[n]`. first: where the first one lies, by all axes. height, width: in tokens."""
 
     start: int
     end: int
+    placeholders: np.ndarray
     first: int
     height: int
     width: int
@@ -32,19 +33,23 @@ class RowPictures:
     and column say. The text behind a picture begins as many places behind its first token as the
     longer side has tokens. So where a row's tokens lie behind all pictures is their position and an
     offset, the same by all axes. end: the first token behind all pictures. Flat pictures have their
-    tokens where a text would have them.
+    tokens where a text would have them; only among theirs may lie tokens of text.
     """
 
-    def __init__(self, pictures: Sequence[PlacedPicture], limits: PictureLimits) -> None:
-        """pictures: at least one."""
+    def __init__(
+        self, pictures: Sequence[PlacedPicture], token_ids: Sequence[int], limits: PictureLimits
+    ) -> None:
+        """pictures: at least one. token_ids: of the row, as far as they are known."""
+        found = np.flatnonzero(np.array(token_ids) == limits.token_id)
         self._block_tokens = limits.block_tokens
         self._spans = list[_Span]()
         self.offset = 0
         for picture in pictures:
             height, width = (patches // limits.side for patches in picture.grid[1:])
-            end, first = picture.start + limits.tokens(picture.grid), picture.start + self.offset
+            own = found[found >= picture.start][: limits.tokens(picture.grid)]
+            place = picture.start, int(own[-1]) + 1, own, picture.start + self.offset
             blocks = np.array(picture.blocks, dtype=np.int64)
-            self._spans.append(_Span(picture.start, end, first, height, width, blocks))
+            self._spans.append(_Span(*place, height, width, blocks))
             if not limits.is_flat:
                 self.offset += max(height, width) - height * width
         self.end = self._spans[-1].end
@@ -68,8 +73,8 @@ class RowPictures:
         the rows of the cache that hold these; int64 `[n]` each."""
         at, rows = list[np.ndarray](), list[np.ndarray]()
         for span in self._spans:
-            tokens = np.arange(max(start, span.start), min(start + count, span.end))
-            block, place = np.divmod(tokens - span.start, self._block_tokens)
-            at.append(tokens - start)
+            begin, end = np.searchsorted(span.placeholders, (start, start + count))
+            block, place = np.divmod(np.arange(begin, end), self._block_tokens)
+            at.append(span.placeholders[begin:end] - start)
             rows.append(span.blocks[block] * self._block_tokens + place)
         return np.concatenate(at), np.concatenate(rows)

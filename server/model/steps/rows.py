@@ -71,7 +71,7 @@ class Rows:
         for row in rows:
             self._pictures.pop(row.seq_row, None)
             if row.pictures:
-                own = RowPictures(row.pictures, limits)
+                own = RowPictures(row.pictures, row.token_ids, limits)
                 self._pictures[row.seq_row], changed[row.seq_row] = own, own.offset
         if changed and self.offsets is not None:
             self._has_offset -= changed.keys()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from loraplex.router.api.request.pictures import placed
@@ -34,6 +35,7 @@ from tests.router.pictures.seeing import (
     seeing_card,
 )
 from tests.router.serving import Running, running_router
+from tests.server.pictures.cards import QWEN
 from tests.server.pictures.files import written
 
 
@@ -230,6 +232,15 @@ async def test_a_model_that_reads_none_refuses(tmp_path: Path) -> None:
         marked = await router.client.post("/generate", json={"inputs": inputs})
         assert marked.status_code == 200
         assert blind.requests[-1].prompt_ids == ids_of(inputs)
+
+
+def test_ids_around_placeholders_come_with_the_picture() -> None:
+    form = {"token_id": 9, "spot_id": 7, "before": (5, 5), "after": (6,)}
+    vision = msgspec.structs.replace(QWEN, **form)
+    ids, parts, spans = placed([1, 7, 2, 7], [*"abcd"], [(1, 2, 2), (1, 2, 4)], vision)
+    assert ids == [1, 5, 5, 9, 6, 2, 5, 5, 9, 9, 6]
+    assert parts == ["a", "b", "", "", "", "c", "d", "", "", "", ""]
+    assert spans == [(3, 1), (8, 2)]
 
 
 async def test_many_tokens_are_placed_beside_the_event_loop(

@@ -229,7 +229,7 @@ def pictured(*spans: PictureSpan, ids: Sequence[int] = PLACED) -> GenerateReques
         ((PictureSpan(-4, 4, DIGEST, GRID),), "no place for a picture at -4"),
         ((PictureSpan(8, 4, DIGEST, GRID),), "no place for a picture at 8"),
         ((PictureSpan(1, 4, DIGEST, GRID),) * 2, "no place for a picture at 1"),
-        ((PictureSpan(1, 0, DIGEST, (1, 1, 1)),), "no place for a picture at 1"),
+        ((PictureSpan(1, 0, DIGEST, (1, 1, 1)),), "does not make 0 tokens"),
         ((PictureSpan(1, 1 << 60, DIGEST, (1, 1 << 31, 1 << 31)),), "no place for a picture at 1"),
     ],
 )

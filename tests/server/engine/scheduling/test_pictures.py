@@ -203,7 +203,7 @@ def test_logprobs_of_placeholders_are_null() -> None:
         ({"grid": (1, 3, 4)}, "does not take"),
         ({"grid": (1, -4, -4)}, "does not take"),
         ({"length": 3}, "does not take"),
-        ({"start": 0}, "must be its placeholders"),
+        ({"start": 0}, "must hold its placeholders"),
         ({"start": 4}, "no place"),
         ({"start": -1}, "no place"),
         ({"grid": (1, 20, 20), "length": 100}, "at most 24"),

@@ -185,7 +185,7 @@ def _bad_pictures(request: GenerateRequest, limits: PictureLimits | None) -> str
         if problem is None and not end <= span.start <= len(request.prompt_ids) - span.length:
             problem = f"token {span.start} is no place for one, behind those before it"
         begin, end = span.start, span.start + span.length
-        ids, tokens = request.prompt_ids[begin:end], limits.tokens(span.grid)
+        ids, tokens = request.prompt_ids[begin:end], limits.form.tokens(span.grid)
         edges = {*ids[:1], *ids[-1:]}
         if problem is None and (ids.count(limits.token_id), edges) != (tokens, {limits.token_id}):
             problem = f"tokens {begin} to {end - 1} must hold its placeholders, {limits.token_id}"
@@ -198,11 +198,8 @@ def _bad_pictures(request: GenerateRequest, limits: PictureLimits | None) -> str
 
 
 def _bad_span(span: PictureSpan, limits: PictureLimits) -> str | None:
-    time, height, width = span.grid
-    whole = min(height, width) > 0 and not (height % limits.side or width % limits.side)
-    whole = whole and limits.grid in (None, span.grid)
-    tokens = limits.tokens(span.grid)
-    if time != 1 or not whole or tokens > span.length:
+    tokens = limits.form.tokens(span.grid)
+    if not limits.form.fits(span.grid) or tokens > span.length:
         return f"a picture of {span.grid} patches does not take {span.length} tokens"
     if tokens > limits.most_tokens:
         return f"a picture of {tokens} tokens; one can have at most {limits.most_tokens}"

@@ -1,7 +1,6 @@
 """The interface between scheduling and tensors: what the engine needs of a device."""
 
 from collections.abc import Callable
-from math import prod
 from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -10,7 +9,7 @@ import numpy as np
 from loraplex.adapters.base import MAX_NEW_IDS
 from loraplex.adapters.manifest import SlabLayout
 from loraplex.server.engine.plan import SliceResult, StepPlan
-from loraplex.server.protocol import Grid
+from loraplex.server.protocol import Grid, PictureForm
 
 # The error message for a copy that failed through no fault of the adapter.
 COPY_FAILED = "it could not be copied to the device"
@@ -25,29 +24,22 @@ class MemoryLine(NamedTuple):
 
 
 class PictureLimits(msgspec.Struct, frozen=True):
-    """Sizes of what reads pictures. token_id: the placeholder of a token of a picture. side: such a
-    token is made of `side * side` patches. columns: numbers of a patch. layers: of the tower.
-    most_tokens: of one picture. num_blocks, block_tokens: of the cache of results, and of one of
-    its blocks. chunk: patches times layers that are computed at once, between two steps; a layer is
-    always whole. grid: of every picture; None = any. added: tokens of a picture beside those of its
-    patches. is_flat: tokens of a picture turn by their positions, as text does.
+    """Sizes of what reads pictures. token_id: the placeholder of a token of a picture. form: of its
+    placeholders. columns: numbers of a patch. layers: of the tower. most_tokens: placeholders of
+    one picture. num_blocks, block_tokens: of the cache of results, and of one of its blocks. chunk:
+    patches times layers that are computed at once, between two steps; a layer is always whole.
+    is_flat: tokens of a picture turn by their positions, as text does.
     """
 
     token_id: int
-    side: int
+    form: PictureForm
     columns: int
     layers: int
     most_tokens: int
     num_blocks: int
     block_tokens: int
     chunk: int
-    grid: Grid | None = None
-    added: int = 0
     is_flat: bool = False
-
-    def tokens(self, grid: Grid) -> int:
-        """Placeholders of a picture. grid: as of `PictureSpan`."""
-        return prod(grid) // self.side**2 + self.added
 
     def blocks(self, tokens: int) -> int:
         """Blocks that so many tokens of a picture take."""

@@ -95,8 +95,7 @@ def _vision(folder: Path, pictures: PictureSpec, remarks: list[str]) -> VisionCa
     where the checkpoint has the text part alone."""
     if not has_tower(read_shards(folder)):
         return None
-    merged = (pictures.merger.side, pictures.token_id)
-    tower = TowerForm(pictures.columns, *merged, pictures.grid, pictures.pixels, pictures.added)
+    tower = TowerForm(pictures.columns, pictures.token_id, pictures.form, pictures.pixels)
     try:
         return read_vision_card(folder, tower)
     except ValueError as error:

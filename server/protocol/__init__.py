@@ -52,7 +52,13 @@ from loraplex.server.protocol.picture_files import (
     PictureHead,
     read_picture_head,
 )
-from loraplex.server.protocol.pictures import Grid, PatchRule, PictureSpan, VisionCard
+from loraplex.server.protocol.pictures import (
+    Grid,
+    PatchRule,
+    PictureForm,
+    PictureSpan,
+    VisionCard,
+)
 from loraplex.server.protocol.workers import (
     PROTOCOL_VERSION,
     AdapterPlace,
@@ -101,6 +107,7 @@ __all__ = [
     "PairForm",
     "PatchRule",
     "PictureFault",
+    "PictureForm",
     "PictureHead",
     "PictureSpan",
     "PicturesMissing",

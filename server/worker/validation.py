@@ -138,7 +138,8 @@ def _check_pictures(request: GenerateRequest, vision: VisionCard | None) -> str 
             return "the model reads no pictures"
         if not _DIGEST.fullmatch(span.picture):
             return "a picture must be a digest of 64 hexadecimal digits"
-        if min(span.grid) < 1 or not 0 < vision.tokens(span.grid) <= span.length:
+        tokens = vision.form.tokens(span.grid) if vision.form.fits(span.grid) else 0
+        if not 0 < tokens <= span.length:
             return f"a picture's grid {span.grid} does not make {span.length} tokens"
         end = span.start + span.length
         held = request.prompt_ids[span.start : end]

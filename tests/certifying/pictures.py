@@ -27,7 +27,7 @@ class FakePictures:
 
     def start(self, copy: PictureCopy) -> None:
         assert self._limits is not None
-        assert len(copy.blocks) == self._limits.blocks(self._limits.tokens(copy.grid))
+        assert len(copy.blocks) == self._limits.blocks(self._limits.form.tokens(copy.grid))
         assert len(self._coming) + len(self._here) < 2
         self._coming.append((self._polls, copy))
 
@@ -68,4 +68,4 @@ class FakePictures:
             picture, grid, of = self._results.get(block, ("nothing", (0, 0, 0), -1))
             assert (grid, of) == (placed.grid, number), "a block of another picture"
             found += [pictured_id(picture, grid, number * size + i) for i in range(size)]
-        return found[: self._limits.tokens(placed.grid)]
+        return found[: self._limits.form.tokens(placed.grid)]

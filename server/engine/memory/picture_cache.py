@@ -24,7 +24,7 @@ class PictureKey(NamedTuple):
 
 def blocks_of(spans: Iterable[PictureSpan], limits: PictureLimits) -> dict[PictureKey, int]:
     """How many blocks each picture of a prompt takes."""
-    return {PictureKey.of(span): limits.blocks(limits.tokens(span.grid)) for span in spans}
+    return {PictureKey.of(span): limits.blocks(limits.form.tokens(span.grid)) for span in spans}
 
 
 @dataclass(slots=True)

@@ -204,8 +204,8 @@ class PictureLoads:
         """Layers that are to be launched now; 0 = there is nothing to compute."""
         if not self._here or self._limits is None:
             return 0
-        _, height, width = self._started[0].key.grid
-        most = min(_MOST_LAYERS, max(1, self._limits.chunk // (height * width)))
+        patches = self._limits.form.patches(self._started[0].key.grid)
+        most = min(_MOST_LAYERS, max(1, self._limits.chunk // patches))
         return min(most, self._limits.layers - self._layers_done)
 
     def launched(self, layers: int) -> None:
@@ -238,8 +238,8 @@ class PictureLoads:
     def _problem(self, message: EncodePicture) -> str | None:
         """Why the patches cannot be read, or None."""
         assert self._limits is not None
-        _, height, width = message.grid
-        if (message.rows, message.columns) == (height * width, self._limits.columns):
+        expected = (self._limits.form.patches(message.grid), self._limits.columns)
+        if (message.rows, message.columns) == expected:
             return None
         return f"{message.rows} patches of {message.columns} numbers are not those of its size"
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from loraplex.adapters.violations import shown
 from loraplex.server.model.checkpoint.checkpoint import read_json, read_optional_json
 from loraplex.server.model.checkpoint.model_files import CONFIG_FILE
-from loraplex.server.protocol import Grid, PatchRule, VisionCard
+from loraplex.server.protocol import PatchRule, PictureForm, VisionCard
 
 # The second counts where the first says nothing of pictures.
 FILES = ("processor_config.json", "preprocessor_config.json")
@@ -46,17 +46,13 @@ _AROUND = {"vision_start_token_id": 151652, "vision_end_token_id": 151653}
 
 
 class TowerForm(NamedTuple):
-    """Facts of the tower that patches must suit. columns: numbers of a patch. side: of the square
-    of patches that becomes one token. token_id: of the placeholder. grid: patches of every picture;
-    None = it takes any. pixels: a side of such a picture. added: tokens of a picture beside
-    those of its patches."""
+    """Facts of the tower that patches must suit. columns: numbers of a patch. token_id: of the
+    placeholder. form: of placeholders. pixels: a side of every picture; 0 = it takes any."""
 
     columns: int
-    side: int
     token_id: int
-    grid: Grid | None = None
+    form: PictureForm
     pixels: int = 0
-    added: int = 0
 
 
 def read_vision_card(folder: Path, tower: TowerForm) -> VisionCard:
@@ -84,21 +80,23 @@ def read_vision_card(folder: Path, tower: TowerForm) -> VisionCard:
         mean=mean,
         std=std,
         token_id=tower.token_id,
-        added_tokens=tower.added,
+        form=tower.form,
         **sizes,
     )
-    if (card.columns, card.merge_size) != (tower.columns, tower.side):
+    if card.columns != tower.columns:
         raise ValueError(
-            f"patches of {card.columns} numbers, {card.merge_size} x {card.merge_size} of them a "
-            f"token, do not suit a tower of {tower.columns} and {tower.side} x {tower.side}"
+            f"patches of {card.columns} numbers do not suit a tower of {tower.columns}"
         )
     return card
 
 
 def _of_qwen2(given: Mapping[str, Any], tower: TowerForm, folder: Path) -> dict[str, Any]:
     """Fields of a VisionCard by the rule `qwen2_vl`."""
-    if tower.grid is not None:
+    if tower.pixels:
         raise ValueError(f"{_KIND} does not suit a tower of pictures of one size")
+    side = tower.form.side
+    if _count(given, "merge_size", 2) != side:
+        raise ValueError(f"merge_size must be {side}, as the tower's")
     config = read_json(folder / CONFIG_FILE)
     opens, closes = (_id(config, name, usual) for name, usual in _AROUND.items())
     least, most = _bounds(given)
@@ -107,7 +105,6 @@ def _of_qwen2(given: Mapping[str, Any], tower: TowerForm, folder: Path) -> dict[
     return {
         "patch_size": _count(given, "patch_size", 14),
         "temporal_patch_size": _count(given, "temporal_patch_size", 2),
-        "merge_size": _count(given, "merge_size", 2),
         "min_pixels": least,
         "max_pixels": most,
         "opens_id": opens,
@@ -119,7 +116,7 @@ def _of_clip(given: Mapping[str, Any], tower: TowerForm) -> dict[str, Any]:
     """Fields of a VisionCard by the rule `clip`. The tower says how large its picture is. SigLIP's
     processor crops nothing."""
     is_cropped = not str(given.get(_KIND)).startswith(_SIGLIP)
-    if tower.grid is None:
+    if not tower.pixels:
         raise ValueError(f"{_KIND} needs a tower of pictures of one size")
     if bool(given.get("do_center_crop", is_cropped)) is not is_cropped:
         raise ValueError(f"do_center_crop must be {is_cropped}")
@@ -138,7 +135,6 @@ def _of_clip(given: Mapping[str, Any], tower: TowerForm) -> dict[str, Any]:
     return {
         "patch_size": patch,
         "temporal_patch_size": 1,
-        "merge_size": 1,
         "shortest_edge": shortest,
         "crop_size": side,
     }

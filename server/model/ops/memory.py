@@ -216,7 +216,7 @@ def picture_limits(
     pictures = model.pictures
     if pictures is None or not engine.picture_memory:
         return None
-    tower, side = pictures.tower, pictures.merger.side
+    tower = pictures.tower
     block = pictures.result_size * ITEM_BYTES[engine.dtype] * _BLOCK_TOKENS
     blocks = engine.picture_memory // block
     if not blocks:
@@ -226,7 +226,7 @@ def picture_limits(
         )
     return PictureLimits(
         token_id=pictures.token_id,
-        side=side,
+        form=pictures.form,
         columns=pictures.columns,
         layers=tower.num_layers,
         most_tokens=min(
@@ -235,8 +235,6 @@ def picture_limits(
         num_blocks=blocks,
         block_tokens=_BLOCK_TOKENS,
         chunk=_CHUNK_PATCHES if engine.device == "cuda" else 1,
-        grid=pictures.grid,
-        added=pictures.added,
         is_flat=pictures.axes is None,
     )
 
@@ -253,8 +251,8 @@ def pictures_bytes(model: ModelSpec, engine: EngineConfig) -> int:
     # The stream, its norm, q, k and v, these by windows, what is attended, a product and a sum;
     # rotated q and k in float32. Results of deep mergers wait for the last layer.
     widths = (14 * tower.hidden_size + inner) * item + 4 * tower.hidden_size * 4
-    widths += 2 * model.pictures.result_size * item // limits.side**2
-    patches = limits.most_tokens * limits.side**2
+    widths += 2 * model.pictures.result_size * item // limits.form.side**2
+    patches = limits.most_tokens * limits.form.side**2
     return engine.picture_memory + patches * (widths + 2 * limits.columns * item)
 
 

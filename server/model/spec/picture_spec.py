@@ -13,7 +13,7 @@ from loraplex.server.model.spec.model_spec import (
     ModelSpec,
     NormSpec,
 )
-from loraplex.server.protocol import Grid
+from loraplex.server.protocol import PictureForm
 
 
 class PatchSpec(EmbeddingSpec, frozen=True):
@@ -78,17 +78,16 @@ class PictureSpec(msgspec.Struct, frozen=True):
     attention has no window where a patch sees all patches of its picture; else it sees those of its
     window, a square of `window * window` tokens; 0 = no layer has one. token_id: the placeholder of
     a picture's token. axes: for each pair of a head's features by what it turns, 0 = time, 1 =
-    height, 2 = width; None = all turn by the position. grid: of every picture, with `pixels` a
-    side; None = the tower takes any. added: tokens of a picture beside those of its patches.
+    height, 2 = width; None = all turn by the position. form: of placeholders. pixels: a side of
+    every picture; 0 = the tower takes any.
     """
 
     tower: ModelSpec
     token_id: int
     window: int = 0
     axes: tuple[int, ...] | None = None
-    grid: Grid | None = None
+    form: PictureForm = PictureForm()
     pixels: int = 0
-    added: int = 0
 
     @property
     def merger(self) -> MergerSpec:

@@ -45,8 +45,8 @@ class RowPictures:
         self._spans = list[_Span]()
         self.offset = 0
         for picture in pictures:
-            height, width = (patches // limits.side for patches in picture.grid[1:])
-            own = found[found >= picture.start][: limits.tokens(picture.grid)]
+            height, width = (patches // limits.form.side for patches in picture.grid[1:])
+            own = found[found >= picture.start][: limits.form.tokens(picture.grid)]
             place = picture.start, int(own[-1]) + 1, own, picture.start + self.offset
             blocks = np.array(picture.blocks, dtype=np.int64)
             self._spans.append(_Span(*place, height, width, blocks))

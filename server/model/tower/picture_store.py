@@ -63,9 +63,9 @@ class PictureStore:
 
     def warm(self) -> None:
         """Encode the largest picture there may be: all memory that any takes was asked for then."""
-        side = int(self._limits.most_tokens**0.5) * self._limits.side
-        grid = self._limits.grid or (1, side, side)
-        shape = (grid[1] * grid[2], self._limits.columns)
+        form = self._limits.form
+        grid = form.largest(self._limits.most_tokens)
+        shape = (form.patches(grid), self._limits.columns)
         patches = torch.zeros(shape, dtype=self._dtype, device=self._device)
         passing = self._tower.begin(patches, grid)
         self._tower.advance(passing, self._tower.num_layers)

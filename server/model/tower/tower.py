@@ -53,11 +53,14 @@ class Tower:
         body = self._weights.body
         hidden = torch.nn.functional.linear(patches, body.embed, self._weights.bias)
         beside = body.embedding
-        if beside.positions is not None and self._spec.grid is None:
+        tile = self._spec.form.tile
+        if beside.positions is not None and not tile:
             hidden = hidden + self._ops.between(beside.positions, grid).to(hidden.dtype)
         elif beside.positions is not None:
-            before = len(beside.positions) - len(hidden)
-            hidden = torch.nn.functional.pad(hidden, (0, 0, before, 0)) + beside.positions
+            by_tile = hidden.unflatten(0, (-1, tile**2))
+            before = len(beside.positions) - tile**2
+            padded = torch.nn.functional.pad(by_tile, (0, 0, before, 0))
+            hidden = (padded + beside.positions).flatten(0, 1)
         if beside.norm is not None:
             hidden = self._ops.norm(hidden, beside.norm)
         normed, stream = self._decoder.enter(hidden, None, None)

@@ -79,7 +79,7 @@ class PictureDecoder:
 
     def _written(self, pixels: bytes, grid: Grid) -> PatchSegment:
         """Puts a resized picture's patches into shared memory. Raises OSError, ValueError."""
-        segment = PatchSegment(grid[0] * grid[1] * grid[2], self._card.columns)
+        segment = PatchSegment(self._card.form.patches(grid), self._card.columns)
         try:
             segment.fill(partial(write_patches, pixels, grid, self._card))
         except BaseException:

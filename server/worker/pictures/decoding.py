@@ -61,11 +61,11 @@ def _pixels(job: DecodeJob, card: VisionCard) -> bytes:
     width, height = picture.size
     if max(width, height) < 1 or card.grid(width, height) != job.grid:
         _differs(picture.size)
-    size = card.resized(width, height)
-    resized = picture.resize(size, Image.Resampling.BICUBIC)
-    # Black where no picture is.
-    pixels: bytes = resized.crop(card.seen(*size)).tobytes()
-    return pixels
+    tiles = list[bytes]()
+    for cut in card.cuts(width, height):
+        resized = picture.resize(cut.size, Image.Resampling.BICUBIC)
+        tiles += (resized.crop(box).tobytes() for box in cut.boxes)
+    return b"".join(tiles)
 
 
 def _on_white(picture: Image.Image) -> Image.Image:

@@ -13,11 +13,11 @@ def write_patches(
     pixels: bytes, grid: Grid, card: VisionCard, patches: npt.NDArray[np.float32]
 ) -> None:
     """Fills `[rows, columns]` patches with a resized picture. pixels: uint8
-    `[height, width, 3]`. A row is a patch; patches that become one token stand together. Equal to
-    `pixel_values` of transformers' processor.
+    `[height, width, 3]`, of all tiles. A row is a patch; patches that become one token stand
+    together. Equal to `pixel_values` of transformers' processor.
     """
-    _, high, wide = grid
-    size, merge, frames = card.patch_size, card.merge_size, card.temporal_patch_size
+    high, wide = card.form.stack(grid)
+    size, merge, frames = card.patch_size, card.form.side, card.temporal_patch_size
     picture = np.frombuffer(pixels, np.uint8).reshape(
         high // merge, merge, size, wide // merge, merge, size, 3
     )

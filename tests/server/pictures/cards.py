@@ -2,13 +2,13 @@
 
 import msgspec
 
-from loraplex.server.protocol import VisionCard
+from loraplex.server.protocol import PictureForm, VisionCard
 
 QWEN = VisionCard(
     rule="qwen2_vl",
     patch_size=14,
     temporal_patch_size=2,
-    merge_size=2,
+    form=PictureForm(side=2),
     min_pixels=56 * 56,
     max_pixels=28 * 28 * 1280,
     mean=(0.48145466, 0.4578275, 0.40821073),
@@ -30,7 +30,7 @@ CLIP = VisionCard(
     rule="clip",
     patch_size=14,
     temporal_patch_size=1,
-    merge_size=1,
+    form=PictureForm(tile=24),
     mean=QWEN.mean,
     std=QWEN.std,
     token_id=32000,
@@ -42,7 +42,7 @@ SIGLIP = VisionCard(
     rule="clip",
     patch_size=14,
     temporal_patch_size=1,
-    merge_size=1,
+    form=PictureForm(tile=7),
     mean=(0.5, 0.5, 0.5),
     std=(0.5, 0.5, 0.5),
     token_id=32000,

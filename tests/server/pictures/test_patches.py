@@ -81,7 +81,7 @@ def test_every_mode_is_read_as_by_transformers(kind: str, mode: str, card: Visio
         patches, grid = patches_of(data, card)
         wanted, wanted_grid = expected(data, card)
         assert grid == wanted_grid
-        assert card.tokens(grid) == grid[1] * grid[2] // card.merge_size**2
+        assert card.form.tokens(grid) == grid[1] * grid[2] // card.form.side**2
         np.testing.assert_array_equal(patches, wanted)
 
 

@@ -15,6 +15,7 @@ from loraplex.server.model.families.towers.tower_parts import (
 )
 from loraplex.server.model.spec.model_spec import ModelSpec, NormSpec, PositionTable
 from loraplex.server.model.spec.picture_spec import MergerSpec, PatchSpec, PictureSpec
+from loraplex.server.protocol import PictureForm
 
 _CLIP = "clip_vision_model"
 _CLIP_USUAL: dict[str, Any] = {
@@ -70,9 +71,8 @@ def read_llava(config: Mapping[str, Any], text: ModelSpec, fields: Fields) -> Pi
     return PictureSpec(
         tower=_clip_tower(fields, sizes, layers, merger, text, has_row=has_row),
         token_id=token_id,
-        grid=(1, side, side),
+        form=PictureForm(added=added, tile=side),
         pixels=fields.positive("image_size"),
-        added=added,
     )
 
 

@@ -29,6 +29,7 @@ from loraplex.server.model.spec.picture_spec import (
     PatchSpec,
     PictureSpec,
 )
+from loraplex.server.protocol import PictureForm
 
 _EPSILON = 1e-6
 _ROPES = ("rope_scaling", "rope_parameters")
@@ -109,6 +110,7 @@ def _read_qwen(
     return PictureSpec(
         tower=_tower(fields, encoder, text),
         token_id=token_id,
+        form=PictureForm(side=encoder.merger.side),
         window=encoder.window,
         axes=_axes(config, text, fields, kind),
     )

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from loraplex.server.engine.executor import PictureLimits
 from loraplex.server.engine.memory.picture_cache import PictureCache, PictureKey
 from loraplex.server.engine.scheduling.sequence import State
-from loraplex.server.protocol import BACKGROUND_PRIORITY, GenerateRequest, PictureSpan
+from loraplex.server.protocol import BACKGROUND_PRIORITY, GenerateRequest, PictureForm, PictureSpan
 from tests.server.engine.harness import Harness, limits, make_request, right
 
 TOKEN = 90
 PICTURES = PictureLimits(
     token_id=TOKEN,
-    side=2,
+    form=PictureForm(side=2),
     columns=6,
     layers=5,
     most_tokens=24,
@@ -41,7 +41,7 @@ def pictured(parts: list[int | str], **changes: Any) -> GenerateRequest:
         if isinstance(part, int):
             ids.append(part)
             continue
-        length = PICTURES.tokens(GRIDS[part])
+        length = PICTURES.form.tokens(GRIDS[part])
         spans.append(PictureSpan(len(ids), length, part, GRIDS[part]))
         ids += [TOKEN] * length
     return msgspec.structs.replace(make_request(ids, **changes), pictures=tuple(spans))

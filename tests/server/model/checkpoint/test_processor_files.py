@@ -11,10 +11,10 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from loraplex.server.model.card import model_card
 from loraplex.server.model.checkpoint.processor_files import TowerForm, read_vision_card
-from loraplex.server.protocol import ModelCard
+from loraplex.server.protocol import ModelCard, PictureForm
 from tests.e2e.picture_model import IMAGE, SIZE, save_all
 
-TOWER = TowerForm(1176, 2, 7)
+TOWER = TowerForm(1176, 7, PictureForm(side=2))
 KIND = {"image_processor_type": "Qwen2VLImageProcessor"}
 
 
@@ -44,12 +44,12 @@ def test_numbers_are_those_of_transformers(tmp_path: Path, given: dict[str, Any]
         list(processor.image_mean),
         list(processor.image_std),
     )
-    assert (card.patch_size, card.merge_size) == (processor.patch_size, processor.merge_size)
+    assert (card.patch_size, card.form.side) == (processor.patch_size, processor.merge_size)
     assert card.temporal_patch_size == processor.temporal_patch_size
     assert (card.opens_id, card.token_id, card.closes_id) == (5, 7, 151653)
 
 
-CLIP_TOWER = TowerForm(3 * 14 * 14, 1, 7, (1, 24, 24), 336)
+CLIP_TOWER = TowerForm(3 * 14 * 14, 7, PictureForm(tile=24), 336)
 CLIP_KIND = {"image_processor_type": "CLIPImageProcessor"}
 SIGLIP_KIND = {"image_processor_type": "SiglipImageProcessor"}
 SQUARE = {"height": 336, "width": 336}
@@ -75,7 +75,7 @@ def test_pictures_of_one_size(tmp_path: Path, given: dict[str, Any], shortest: i
         list(processor.image_std),
     )
     assert card.place == (7,)
-    assert card.grid(9, 90) == CLIP_TOWER.grid
+    assert card.grid(9, 90) == (1, 24, 24)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from loraplex.server.model.spec.served_as import served_as
 from loraplex.server.model.tower.geometry import patch_places, table_taps, window_table
 from loraplex.server.model.tower.tower import Tower
 from loraplex.server.model.weights import load_tower
+from loraplex.server.protocol import PictureForm
 from tests.server.model.driver import Driver, engine_config
 from tests.server.model.families.pictured import PICTURES, SQUARES, make_pictured
 from tests.server.model.families.pictured import llava as llava_config
@@ -175,7 +176,7 @@ def test_layers_and_rows_that_llava_reads(layer: Any, strategy: str, layers: int
     assert pictures is not None
     added = int(strategy == "full")
     assert pictures.tower.num_layers == layers
-    assert (pictures.grid, pictures.added, pictures.axes) == ((1, 24, 24), added, None)
+    assert (pictures.form, pictures.axes) == (PictureForm(added=added, tile=24), None)
     assert pictures.merger.skipped == 1 - added
 
 

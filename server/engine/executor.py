@@ -218,7 +218,7 @@ class PictureCopy(msgspec.Struct, frozen=True, array_like=True):
 
     picture: str
     grid: Grid
-    segment: str
+    segment: int
     rows: int
     columns: int
     blocks: tuple[int, ...]

@@ -48,7 +48,7 @@ LEAVE_GRACE_S = 5.0
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="loraplex.server.engine.main", description=__doc__)
     parser.add_argument("--socket-fd", type=int, required=True, help="stream socket to the worker")
-    parser.add_argument("--arena-fd", type=int, required=True, help="memory file with the slabs")
+    parser.add_argument("--arena-fd", type=int, required=True, help="file of host memory")
     parser.add_argument("--config", required=True, help="EngineConfig as JSON")
     parser.add_argument("--shard", type=int, default=0, help="which device's part of the model")
     parser.add_argument("--meeting", help="file through which processes of one model meet")
@@ -62,7 +62,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--executor",
         default="torch",
-        help="torch, or MODULE:FACTORY[:TEXT]; FACTORY(config, arena, TEXT) makes an Executor",
+        help="torch, or MODULE:FACTORY[:TEXT]; FACTORY(config, memory, TEXT) makes an Executor",
     )
     return parser.parse_args(arguments)
 
@@ -148,9 +148,9 @@ def _build(
     options: argparse.Namespace, config: EngineConfig, channel: WorkerChannel
 ) -> Executor[Any]:
     """The worker hears from the first process how far the start is."""
-    arena = _map_arena(options.arena_fd, config.host_arena_bytes)
+    memory = _map_memory(options.arena_fd, config.host_arena_bytes)
     if options.executor != "torch":
-        return _other_executor(options.executor, config, arena)
+        return _other_executor(options.executor, config, memory)
     report = None if options.shard else channel.send
     if report is not None:
         report(StartProgress("loading libraries"))
@@ -158,11 +158,11 @@ def _build(
     from loraplex.server.model.executor import TorchExecutor
 
     if config.shards == 1:
-        return TorchExecutor(config, arena, report=report)
+        return TorchExecutor(config, memory, report=report)
     from loraplex.server.model.devices.process_group import ProcessGroup
 
     group = ProcessGroup(Shard(options.shard, config.shards), options.meeting, config.device)
-    executor = TorchExecutor(config, arena, group=group, report=report)
+    executor = TorchExecutor(config, memory, group=group, report=report)
     return executor if options.shard else GroupExecutor(executor, _links(options))
 
 
@@ -183,11 +183,12 @@ def _follow(options: argparse.Namespace, executor: Any) -> int:
     return 0
 
 
-def _map_arena(fd: int, nbytes: int) -> memoryview:
+def _map_memory(fd: int, nbytes: int) -> memoryview:
+    """The host arena's `nbytes`, and what lies behind it."""
     size = os.fstat(fd).st_size
     if size < nbytes:
         raise ValueError(f"the host arena has {size} bytes, expected {nbytes} (host_arena_bytes)")
-    return map_shared(fd, nbytes)
+    return map_shared(fd, size)
 
 
 def _ready(executor: Executor[Any], config: EngineConfig) -> EngineReady:

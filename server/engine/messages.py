@@ -3,7 +3,6 @@
 Framing on the stream socket: a 4-byte little-endian length, then the frame.
 """
 
-from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -12,9 +11,6 @@ from loraplex.adapters.manifest import SlabLayout
 from loraplex.server.engine.executor import MemoryLine, PageWay
 from loraplex.server.engine.memory.eviction import EvictionReason
 from loraplex.server.protocol import ErrorCode, GenerateRequest, Grid, TokenEvent
-
-# Shared memory, in which segments of patches lie.
-SEGMENT_FOLDER = Path("/dev/shm")
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag="su"):
@@ -82,17 +78,17 @@ class EvictAdapter(msgspec.Struct, frozen=True, array_like=True, tag="ea"):
 
 
 class EncodePicture(msgspec.Struct, frozen=True, array_like=True, tag="ep"):
-    """A picture's patches are in shared memory. It answers PicturesWanted, and is answered by one
+    """A picture's patches are in host memory. It answers PicturesWanted, and is answered by one
     PictureTaken.
 
     picture: SHA-256 of its file, hexadecimal. grid: patches by (time, height, width). segment: the
-    name of a file in `SEGMENT_FOLDER` that holds float32 `[rows, columns]`, in the order in which
-    transformers' processor of the base gives `pixel_values`.
+    first byte of float32 `[rows, columns]` in the memory file whose beginning is the host arena, in
+    the order in which transformers' processor of the base gives `pixel_values`.
     """
 
     picture: str
     grid: Grid
-    segment: str
+    segment: int
     rows: int
     columns: int
 
@@ -203,7 +199,7 @@ class PictureTaken(msgspec.Struct, frozen=True, array_like=True, tag="pt"):
     picture; the sequences that wait for it end."""
 
     picture: str
-    segment: str
+    segment: int
     error: str | None = None
 
 

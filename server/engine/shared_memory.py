@@ -1,5 +1,5 @@
-"""Large host memory: that of the host arena, which the worker and the engine both map, and an
-engine's own."""
+"""Large host memory: that of the host arena and of patches, which the worker and the engine both
+map, and an engine's own."""
 
 import fcntl
 import mmap
@@ -48,10 +48,22 @@ def pages_made(memory: memoryview, threads: int) -> Iterator[None]:
 
 
 class HostMemory:
-    """Anonymous memory of a fixed size that an engine process can map by its descriptor."""
+    """Anonymous memory of a fixed size that an engine process can map by its descriptor. It takes
+    room of the machine where it was touched.
+    """
 
     def __init__(self, nbytes: int) -> None:
         self.fd = os.memfd_create("loraplex-adapters", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, nbytes)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         self.view = map_shared(self.fd, nbytes)
+
+    def make(self, begin: int, nbytes: int) -> None:
+        """Take the machine's memory for a range. Raises OSError when there is none."""
+        os.posix_fallocate(self.fd, begin, nbytes)
+
+    def give_back(self, begin: int, nbytes: int) -> None:
+        """Give a range's memory back to the machine; it reads as zeros. begin: of a page."""
+        memory = self.view.obj
+        assert isinstance(memory, mmap.mmap)
+        memory.madvise(mmap.MADV_REMOVE, begin, nbytes)

@@ -81,17 +81,17 @@ class TorchExecutor:
     def __init__(
         self,
         config: EngineConfig,
-        host_arena: memoryview,
+        host_memory: memoryview,
         *,
         group: Group | None = None,
         weights: WeightsLoader | None = None,
         graph_batches: Sequence[int] | None = None,
         report: Callable[[StartProgress], None] | None = None,
     ) -> None:
-        """Load the model, and make all that steps need. group: devices that share the model; None =
-        none do. weights: makes those of the device otherwise than from the model's folder.
-        graph_batches: padded batch sizes of decode graphs; None = all that `config.max_running`
-        needs. report: hears how far the start is.
+        """Load the model, and make all that steps need. host_memory: the arena, then patches.
+        group: devices that share the model; None = none do. weights: makes those of the device
+        otherwise than from the model's folder. graph_batches: padded batch sizes of decode graphs;
+        None = all that `config.max_running` needs. report: hears how far the start is.
         """
         self.device = torch.device(config.device)
         group = group or Alone()
@@ -99,6 +99,7 @@ class TorchExecutor:
             leave_a_core(group.shard.count)
         phases = StartPhases(report)
         host_pages = host_pages_mapped(config)
+        host_arena = host_memory[: config.host_arena_bytes]
         with (
             torch.inference_mode(),
             advised(),
@@ -111,7 +112,7 @@ class TorchExecutor:
             built = build(parts, graph_batches, phases)
             phases.begin("host memory")
         self._decoder: Decoder[Any, Any, Any] = built.decoder
-        self._pictures = parts.pictures
+        self._pictures, self._host_memory = parts.pictures, host_memory
         self._graphs, self._token_graphs = built.graphs, built.token_graphs
         self._row_sizes = built.row_sizes
         self._parameters = parts.parameters
@@ -244,7 +245,7 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def start_picture(self, copy: PictureCopy) -> None:
-        self._of_pictures.start(copy)
+        self._of_pictures.start(copy, self._host_memory)
 
     def poll_pictures(self) -> list[PictureIn]:
         return [] if self._pictures is None else self._pictures.poll()
@@ -262,6 +263,7 @@ class TorchExecutor:
     def close(self) -> None:
         if self._pictures is not None:
             self._pictures.close()
+        self._host_memory = memoryview(b"")
         self._copies.close()
         self._pages.close()
         self._graphs = self._token_graphs = None

@@ -41,7 +41,7 @@ from loraplex.server.worker.adapters.slab_saver import SlabSaver
 from loraplex.server.worker.known_engine import KnownEngine
 from loraplex.server.worker.metrics import WorkerMetrics
 from loraplex.server.worker.pictures.decoder import PictureDecoder
-from loraplex.server.worker.pictures.segments import remove_stale
+from loraplex.server.worker.pictures.segments import PatchMemory, memory_bytes
 from loraplex.server.worker.pictures.service import PictureService
 from loraplex.server.worker.process.device import (
     ChosenDevice,
@@ -180,7 +180,7 @@ def _prepare(config: WorkerConfig, device: ChosenDevice, model: ModelFolder) -> 
         card = _apart(card, config.executor.partition(":")[0])
     engine = msgspec.structs.replace(engine, base_digest=card.base_digest)
     try:
-        memory = HostMemory(engine.host_arena_bytes)
+        memory = HostMemory(memory_bytes(engine.host_arena_bytes, card.vision))
     except OSError as error:
         what = f"--host-adapter-memory: {engine.host_arena_bytes} bytes cannot be had"
         raise WorkerStartError(f"{what}: {error.strerror}") from error
@@ -302,6 +302,8 @@ def _worker(
     worker = Worker(engine.max_waiting, worker_id, card, known, loads, tier, orders, metrics)
     if card.vision is not None:
         extras.require("PIL")
-        remove_stale()
-        worker.pictures = PictureService(PictureDecoder(card.vision), known.to_engine, metrics)
+        decoder = PictureDecoder(
+            card.vision, PatchMemory(memory, engine.host_arena_bytes, card.vision)
+        )
+        worker.pictures = PictureService(decoder, known.to_engine, metrics)
     return worker

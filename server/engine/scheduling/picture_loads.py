@@ -51,7 +51,7 @@ class _Lease(NamedTuple):
 
 class _Started(NamedTuple):
     key: PictureKey
-    segment: str
+    segment: int
 
 
 class PictureLoads:
@@ -170,7 +170,7 @@ class PictureLoads:
     # ---- answers of the worker and the executor
 
     def came(self, message: EncodePicture) -> list[LostPicture]:
-        """Patches are in shared memory. Returns what waits for the picture in another size."""
+        """Patches are in host memory. Returns what waits for the picture in another size."""
         key = PictureKey(message.picture, message.grid)
         entry, problem = self.cache.get(key), self._problem(message)
         if entry is None or entry.has_patches or problem is not None:
@@ -249,7 +249,7 @@ class PictureLoads:
             self._started.append(_Started(PictureKey(copy.picture, copy.grid), copy.segment))
             self._orders.copies.append(copy)
 
-    def _take_back(self, picture: str, segment: str, error: str | None) -> None:
+    def _take_back(self, picture: str, segment: int, error: str | None) -> None:
         self._orders.taken.append(PictureTaken(picture, segment, error))
 
     def _fail(self, key: PictureKey, message: str) -> LostPicture:

@@ -1,16 +1,15 @@
-"""Pictures on the device: patches that come from shared memory, the tower's work, kept results."""
+"""Pictures on the device: patches that come from host memory, the tower's work, kept results."""
 
 import logging
+import math
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from loraplex.server.engine.executor import PictureCopy, PictureIn, PictureLimits
-from loraplex.server.engine.messages import SEGMENT_FOLDER
 from loraplex.server.model.ops.transfers import to_device
 from loraplex.server.model.spec.picture_spec import PictureSpec
 from loraplex.server.model.tower.tower import Tower, TowerPass
@@ -71,14 +70,16 @@ class PictureStore:
         self._tower.advance(passing, self._tower.num_layers)
         self._tower.tokens(passing)
 
-    def start(self, copy: PictureCopy) -> None:
-        """Begin to bring a picture's patches. Raises nothing: `poll` tells what went wrong."""
+    def start(self, copy: PictureCopy, memory: memoryview) -> None:
+        """Begin to bring a picture's patches. memory: which the copy's segment lies in. Raises
+        nothing: `poll` tells what went wrong."""
         shape = (copy.rows, copy.columns)
         try:
+            host = np.frombuffer(memory, np.float32, math.prod(shape), copy.segment).reshape(shape)
             patches = torch.empty(shape, dtype=self._dtype, device=self._device)
             begun = None if self._stream is None else torch.cuda.current_stream().record_event()
-            over = self._threads.submit(self._bring, copy, patches, begun)
-        except RuntimeError as error:  # no memory
+            over = self._threads.submit(self._bring, host, patches, begun)
+        except (RuntimeError, ValueError) as error:  # no memory, or nothing lies there
             patches, over = self.results[:0], Future()
             over.set_exception(error)
         self._coming.append(_Coming(copy, patches, over))
@@ -129,16 +130,11 @@ class PictureStore:
         return (np.array(blocks)[:, None] * size + np.arange(size)).reshape(-1)[:tokens]
 
     def _bring(
-        self, copy: PictureCopy, patches: torch.Tensor, begun: torch.cuda.Event | None
+        self, stored: np.ndarray, patches: torch.Tensor, begun: torch.cuda.Event | None
     ) -> None:
         """Copy patches to the device, on a thread of their own. begun: recorded when the memory was
-        taken, which earlier work may still use. Raises OSError, ValueError.
+        taken, which earlier work may still use.
         """
-        if Path(copy.segment).name != copy.segment:
-            raise ValueError(f"segment: expected a name, got {copy.segment!r}")
-        shape = (copy.rows, copy.columns)
-        # Copied on write, since torch asks for memory that it may write.
-        stored = np.memmap(SEGMENT_FOLDER / copy.segment, dtype=np.float32, mode="c", shape=shape)
         with torch.inference_mode():
             host = torch.from_numpy(stored).to(self._dtype)
             if self._stream is None or begun is None:

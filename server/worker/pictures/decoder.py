@@ -17,7 +17,7 @@ from loraplex.server.worker.pictures.jobs import (
     DecodeOutcome,
 )
 from loraplex.server.worker.pictures.patches import write_patches
-from loraplex.server.worker.pictures.segments import PatchSegment
+from loraplex.server.worker.pictures.segments import PatchMemory, PatchSegment
 
 PROCESSES = 2
 _MODULE = "loraplex.server.worker.pictures.decoding"
@@ -37,10 +37,12 @@ class NoPatches(Exception):
 
 
 class PictureDecoder:
-    """Makes patches of files. Processes start when first needed."""
+    """Makes patches of files. Processes start when first needed. memory: where patches lie; who
+    asks has made sure that a segment is free."""
 
-    def __init__(self, card: VisionCard) -> None:
+    def __init__(self, card: VisionCard, memory: PatchMemory) -> None:
         self._card = card
+        self._memory = memory
         most = _AROUND_BYTES + 3 * card.most_seen_pixels
         begin = msgspec.json.encode(card)
         helpers = [Helper(_MODULE, begin, _TIMEOUT_S, most) for _ in range(PROCESSES)]
@@ -49,7 +51,7 @@ class PictureDecoder:
         self._turns = AwaitedTurns({_KIND: room})
 
     async def patches(self, data: bytes, grid: Grid, tenant: str, is_batch: bool) -> PatchSegment:
-        """Decodes a file into shared memory. Raises NoPatches."""
+        """Decodes a file into host memory. Raises NoPatches."""
         job = msgspec.msgpack.encode(DecodeJob(data, grid))
         try:
             turn = await self._turns.enter(_KIND, 1, tenant, is_batch)
@@ -78,8 +80,8 @@ class PictureDecoder:
         await self._pool.close()
 
     def _written(self, pixels: bytes, grid: Grid) -> PatchSegment:
-        """Puts a resized picture's patches into shared memory. Raises OSError, ValueError."""
-        segment = PatchSegment(self._card.form.patches(grid), self._card.columns)
+        """Puts a resized picture's patches into host memory. Raises OSError, ValueError."""
+        segment = self._memory.segment(self._card.form.patches(grid), self._card.columns)
         try:
             segment.fill(partial(write_patches, pixels, grid, self._card))
         except BaseException:

@@ -1,7 +1,7 @@
 """Brings pictures from routers to the engine: files in, patches out. On the event loop.
 
 The engine says which pictures it waits for. Their files are kept for a while, or else asked of the
-router whose sequence it is; a file is decoded once, and its patches lie in shared memory until the
+router whose sequence it is; a file is decoded once, and its patches lie in host memory until the
 engine has taken them.
 """
 
@@ -16,7 +16,7 @@ from loraplex.server.engine.messages import EncodePicture, PictureFailed, Pictur
 from loraplex.server.protocol import BACKGROUND_PRIORITY, GenerateRequest, Grid
 from loraplex.server.worker.metrics import WorkerMetrics
 from loraplex.server.worker.pictures.decoder import NoPatches, PictureDecoder
-from loraplex.server.worker.pictures.segments import PatchSegment
+from loraplex.server.worker.pictures.segments import MAX_SEGMENTS, PatchSegment
 
 log = logging.getLogger(__name__)
 
@@ -24,8 +24,6 @@ log = logging.getLogger(__name__)
 MAX_KEPT_BYTES = 256 << 20
 # Of files that wait to be decoded, kept or not.
 MAX_WAITING_BYTES = 1 << 30
-# In shared memory at once. The engine takes each as it comes.
-MAX_SEGMENTS = 8
 
 
 @dataclass(slots=True)
@@ -58,7 +56,7 @@ class PictureService:
         self._decoding: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # these, and what lost engines waited for
         self._waiting_bytes = 0
-        self._segments: dict[str, PatchSegment] = {}
+        self._segments: dict[int, PatchSegment] = {}
         self._room = asyncio.Semaphore(MAX_SEGMENTS)
 
     def wanted(
@@ -111,7 +109,7 @@ class PictureService:
             self._drop(self._segments.popitem()[1])
 
     async def close(self) -> None:
-        """Ends the decoding processes, and removes what lies in shared memory."""
+        """Ends the decoding processes, and removes what lies in host memory."""
         self.engine_lost()
         await self._decoder.close()
         await asyncio.gather(*self._tasks)
@@ -151,8 +149,8 @@ class PictureService:
         if failed is not None:
             self._to_engine(failed)
         elif segment is not None:
-            self._segments[segment.name] = segment
-            place = (segment.name, segment.rows, segment.columns)
+            self._segments[segment.begin] = segment
+            place = (segment.begin, segment.rows, segment.columns)
             self._to_engine(EncodePicture(picture, wanted.grid, *place))
 
     async def _patches(self, wanted: _Wanted, data: bytes) -> PatchSegment:

@@ -177,9 +177,9 @@ class Harness:
         self.scheduler.picture_came(msgspec.structs.replace(message, **changes))
         self.exchange()
 
-    def segment(self, picture: str) -> str:
-        """The name of a new segment with a picture's patches."""
-        return f"segment-{self.segments}"
+    def segment(self, picture: str) -> int:
+        """Where a picture's patches lie."""
+        return self.segments
 
     def _read_pictures(self) -> bool:
         """Carry pictures on as the loop does; whether anything happened."""

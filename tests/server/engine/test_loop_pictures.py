@@ -62,9 +62,12 @@ def test_a_stream_goes_on_between_chunks(depth: int) -> None:
         for picture in wanted.pictures:
             grid = GRIDS[picture]
             patches = (grid[1] * grid[2], PICTURES.columns)
-            engine.worker.send(EncodePicture(picture, grid, f"of {picture}", *patches))
+            engine.worker.send(EncodePicture(picture, grid, ord(picture), *patches))
         taken = [engine.worker.expect(PictureTaken) for _ in wanted.pictures]
-        assert [(each.segment, each.error) for each in taken] == [("of d", None), ("of a", None)]
+        assert [(each.segment, each.error) for each in taken] == [
+            (ord("d"), None),
+            (ord("a"), None),
+        ]
         expected = certified_output(
             None, pictured_ids(request.prompt_ids, request.pictures), 5, OPTIONS
         )
@@ -82,7 +85,7 @@ def test_what_fails_ends_alone() -> None:
             engine.worker.submit(key, pictured([4, name, 7]))
             engine.worker.expect(PicturesWanted)
         engine.worker.send(PictureFailed("a", "no picture"))
-        engine.worker.send(EncodePicture("c", GRIDS["c"], "of c", 4, PICTURES.columns))
+        engine.worker.send(EncodePicture("c", GRIDS["c"], ord("c"), 4, PICTURES.columns))
         assert engine.worker.expect(PictureTaken).error == "it is bad"
         ends = ((1, "invalid_image", "no picture"), (2, "internal", "it is bad"))
         for key, error, message in ends:

@@ -5,15 +5,16 @@ import io
 import struct
 import zlib
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from loraplex.server.engine.shared_memory import HostMemory
 from loraplex.server.protocol import PictureFault, read_picture_head
 from loraplex.server.worker.pictures import decoder as decoder_module
 from loraplex.server.worker.pictures.decoder import NoPatches, PictureDecoder
+from loraplex.server.worker.pictures.segments import PatchMemory, memory_bytes
 from tests.lost_helpers import helpers, kill_helpers
 from tests.server.pictures.cards import QWEN
 from tests.server.pictures.files import MODES, written
@@ -85,6 +86,11 @@ def _taller(kind: str, data: bytes) -> bytes:
 _TAKEN = ("with other bytes", "twice as high")
 
 
+def make_decoder() -> PictureDecoder:
+    memory = HostMemory(memory_bytes(0, QWEN))
+    return PictureDecoder(QWEN, PatchMemory(memory, 0, QWEN))
+
+
 async def end(decoder: PictureDecoder, data: bytes) -> str:
     """What becomes of a file, be its headers wrong or its pixels; "" = patches."""
     try:
@@ -99,16 +105,17 @@ async def end(decoder: PictureDecoder, data: bytes) -> str:
     return ""
 
 
-def test_files_become_patches_in_shared_memory() -> None:
+def test_files_become_patches_in_host_memory() -> None:
     async def main() -> None:
-        decoder = PictureDecoder(QWEN)
+        memory = HostMemory(memory_bytes(0, QWEN))
+        decoder = PictureDecoder(QWEN, PatchMemory(memory, 0, QWEN))
         for kind in MODES:
             data = written(kind, "RGB", 90, 61, 1, 1 if kind == "GIF" else 6)
             head = read_picture_head(data)
             grid = QWEN.grid(head.width, head.height)
             segment = await decoder.patches(data, grid, "", False)
-            held = np.fromfile(Path("/dev/shm") / segment.name, np.float32)
             wanted, _ = expected(data, QWEN)
+            held = np.frombuffer(memory.view, np.float32, wanted.size, segment.begin)
             np.testing.assert_array_equal(held.reshape(segment.rows, segment.columns), wanted)
             segment.remove()
             kill_helpers(decoder_module._MODULE)  # the next question finds another process
@@ -121,7 +128,7 @@ def test_files_become_patches_in_shared_memory() -> None:
 
 def test_hostile_files_end_in_words() -> None:
     async def main() -> None:
-        decoder = PictureDecoder(QWEN)
+        decoder = make_decoder()
         files = list(broken())
         assert len(files) >= 60
         assert await end(decoder, written("JPEG", "RGB", 60, 50)) == ""
@@ -138,7 +145,7 @@ def test_hostile_files_end_in_words() -> None:
 
 def test_bombs_are_bounded() -> None:
     async def main() -> None:
-        decoder = PictureDecoder(QWEN)
+        decoder = make_decoder()
         assert "at most" in await end(decoder, PNG + ihdr(20000, 20000) + bytes(5000))
         assert await end(decoder, bomb(3000, 3000)) == ""
         file = io.BytesIO()

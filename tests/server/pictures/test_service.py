@@ -1,32 +1,39 @@
-"""Pictures from routers to the engine: each decoded once, none left in shared memory."""
+"""Pictures from routers to the engine: each decoded once, none left in host memory."""
 
 import asyncio
-import fcntl
+import errno
+import os
 from collections.abc import Awaitable, Callable
-from pathlib import Path
-from typing import IO
+from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from loraplex.server.engine.messages import EncodePicture, PictureFailed, PictureTaken, ToEngine
+from loraplex.server.engine.shared_memory import HostMemory
 from loraplex.server.protocol import GenerateRequest, Grid, PictureSpan, SamplingParams
 from loraplex.server.worker.metrics import WorkerMetrics
 from loraplex.server.worker.pictures import service as service_module
 from loraplex.server.worker.pictures.decoder import NoPatches, PictureDecoder
-from loraplex.server.worker.pictures.segments import PatchSegment, remove_stale
+from loraplex.server.worker.pictures.segments import (
+    MAX_SEGMENTS,
+    PatchMemory,
+    PatchSegment,
+    memory_bytes,
+)
 from loraplex.server.worker.pictures.service import PictureService
 from tests.server.pictures.cards import QWEN
 
 GRID = (1, 2, 2)
-FOLDER = Path("/dev/shm")
+ARENA_BYTES = 1 << 16
 
 
 class Decoder(PictureDecoder):
     """Decodes nothing. asked: files whose patches were wanted; each waits until `go` is set."""
 
-    def __init__(self) -> None:
-        super().__init__(QWEN)
+    def __init__(self, memory: PatchMemory) -> None:
+        super().__init__(QWEN, memory)
         self.asked: list[bytes] = []
         self.go = asyncio.Event()
 
@@ -35,7 +42,7 @@ class Decoder(PictureDecoder):
         await self.go.wait()
         if data == b"bad":
             raise NoPatches("invalid_image", "no picture")
-        segment = PatchSegment(4, 3)
+        segment = self._memory.segment(4, 3)
         segment.fill(lambda patches: patches.fill(len(data)))
         if data == b"strange":
             segment.remove()
@@ -49,7 +56,8 @@ class Decoder(PictureDecoder):
 
 class Bench:
     def __init__(self) -> None:
-        self.decoder = Decoder()
+        self.memory = HostMemory(memory_bytes(ARENA_BYTES, QWEN))
+        self.decoder = Decoder(PatchMemory(self.memory, ARENA_BYTES, QWEN))
         self.sent: list[ToEngine] = []
         self.metrics = WorkerMetrics()
         self.service = PictureService(self.decoder, self.sent.append, self.metrics)
@@ -59,7 +67,12 @@ class Bench:
         for _ in range(20):
             await asyncio.sleep(0)
 
-    def names(self) -> list[str]:
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes of the machine that host memory takes."""
+        return os.fstat(self.memory.fd).st_blocks * 512
+
+    def segments(self) -> list[int]:
         return [frame.segment for frame in self.sent if isinstance(frame, EncodePicture)]
 
 
@@ -75,7 +88,7 @@ def run(body: Callable[[Bench], Awaitable[None]]) -> None:
         bench = Bench()
         await body(bench)
         await bench.service.close()
-        assert not any((FOLDER / name).exists() for name in bench.names())
+        assert bench.taken_bytes == 0
 
     asyncio.run(main())
 
@@ -94,14 +107,14 @@ def test_a_picture_is_asked_for_decoded_once_and_handed_over() -> None:
         (frame,) = bench.sent
         assert isinstance(frame, EncodePicture)
         assert (frame.picture, frame.grid, frame.rows, frame.columns) == ("a", GRID, 4, 3)
-        held = np.fromfile(FOLDER / frame.segment, np.float32)
+        held = np.frombuffer(bench.memory.view, np.float32, 12, frame.segment)
         np.testing.assert_array_equal(held, np.full(12, 4, np.float32))
         service.taken(PictureTaken("a", frame.segment))
-        assert not (FOLDER / frame.segment).exists()
+        assert bench.taken_bytes == 0
         # Asked again, as after a preemption: the file is still here.
         assert service.wanted(4, request("a"), ("a",)) == ()
         await bench.settle()
-        assert len(bench.names()) == 2
+        assert len(bench.segments()) == 2
 
     run(body)
 
@@ -122,7 +135,7 @@ def test_what_cannot_be_decoded_fails() -> None:
 def test_what_fails_for_an_unknown_reason_fails_and_holds_no_room() -> None:
     async def body(bench: Bench) -> None:
         bench.decoder.go.set()
-        for key in range(2 * service_module.MAX_SEGMENTS):
+        for key in range(2 * MAX_SEGMENTS):
             bench.service.wanted(key, request("a"), ("a",))
             bench.service.arrived("a", b"strange")
             await bench.settle()
@@ -157,7 +170,7 @@ def test_nothing_is_kept_for_sequences_that_have_ended() -> None:
 
 def test_what_nobody_waits_for_any_more_is_not_decoded() -> None:
     async def body(bench: Bench) -> None:
-        names = tuple(f"{i}" for i in range(service_module.MAX_SEGMENTS + 2))
+        names = tuple(f"{i}" for i in range(MAX_SEGMENTS + 2))
         for name in names:
             bench.service.arrived(name, name.encode())
         bench.service.wanted(1, request(*names), names)
@@ -166,8 +179,8 @@ def test_what_nobody_waits_for_any_more_is_not_decoded() -> None:
         bench.service.ended(1)
         bench.decoder.go.set()
         await bench.settle()
-        for name in bench.names():
-            bench.service.taken(PictureTaken("", name))
+        for segment in bench.segments():
+            bench.service.taken(PictureTaken("", segment))
         await bench.settle()
         assert names[-2].encode() not in bench.decoder.asked
         assert names[-1].encode() in bench.decoder.asked
@@ -188,7 +201,7 @@ def test_files_that_wait_to_be_decoded_are_bounded(monkeypatch: pytest.MonkeyPat
         await bench.settle()
         bench.service.wanted(2, request("c"), ("c",))
         await bench.settle()
-        assert len(bench.names()) == 3
+        assert len(bench.segments()) == 3
 
     run(body)
 
@@ -207,22 +220,22 @@ def test_the_next_engine_gets_nothing_of_the_last() -> None:
         assert len(bench.decoder.asked) == 2
         assert len(bench.sent) == 1
         service.engine_lost()
-        assert not (FOLDER / bench.names()[0]).exists()
+        assert bench.taken_bytes == 0
 
     run(body)
 
 
-def test_only_so_many_lie_in_shared_memory() -> None:
+def test_only_so_many_lie_in_host_memory() -> None:
     async def body(bench: Bench) -> None:
         bench.decoder.go.set()
-        names = [f"{i}" for i in range(service_module.MAX_SEGMENTS + 3)]
+        names = [f"{i}" for i in range(MAX_SEGMENTS + 3)]
         for name in names:
             bench.service.arrived(name, name.encode())
         bench.service.wanted(8, request(*names), tuple(names))
         await bench.settle()
-        assert len(bench.sent) == service_module.MAX_SEGMENTS
-        for name in bench.names():
-            bench.service.taken(PictureTaken("", name))
+        assert len(bench.sent) == MAX_SEGMENTS
+        for segment in bench.segments():
+            bench.service.taken(PictureTaken("", segment))
         await bench.settle()
         assert len(bench.sent) == len(names)
 
@@ -242,24 +255,39 @@ def test_files_are_kept_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     run(body)
 
 
-def test_files_of_the_dead_are_removed() -> None:
-    stale, held = FOLDER / "loraplex-picture-dead", PatchSegment(1, 1)
-    stale.write_bytes(b"0000")
-    remove_stale()
-    assert not stale.exists()
-    assert (FOLDER / held.name).exists()
-    held.remove()
+def test_the_largest_pictures_lie_beside_each_other_and_the_arena() -> None:
+    memory = HostMemory(memory_bytes(ARENA_BYTES, QWEN))
+    memory.view[:ARENA_BYTES] = b"a" * ARENA_BYTES
+    patches = PatchMemory(memory, ARENA_BYTES, QWEN)
+    most = QWEN.most_seen_pixels // QWEN.patch_size**2
+    segments = [patches.segment(most, QWEN.columns) for _ in range(MAX_SEGMENTS)]
+    for number, segment in enumerate(segments):
+        segment.fill(partial(fill, number))
+    for number, segment in enumerate(segments):
+        last = segment.begin + 4 * segment.rows * segment.columns - 4
+        for place in (segment.begin, last):
+            assert np.frombuffer(memory.view, np.float32, 1, place)[0] == number
+        segment.remove()
+    assert os.fstat(memory.fd).st_blocks * 512 == ARENA_BYTES
+    assert bytes(memory.view[:ARENA_BYTES]) == b"a" * ARENA_BYTES
+    with pytest.raises(ValueError, match="more than the largest picture"):
+        patches.segment(2 * most, QWEN.columns)
 
 
-def test_files_in_the_making_are_not_those_of_the_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    lock = fcntl.flock
+def fill(number: int, patches: npt.NDArray[np.float32]) -> None:
+    patches[[0, -1]] = number
 
-    def late(file: int | IO[bytes], operation: int) -> None:
-        if operation == fcntl.LOCK_SH:
-            remove_stale()
-        lock(file, operation)
 
-    monkeypatch.setattr(fcntl, "flock", late)
-    made = PatchSegment(1, 1)
-    assert (FOLDER / made.name).exists()
-    made.remove()
+def test_a_machine_without_memory_refuses_a_segment_by_itself() -> None:
+    memory = HostMemory(memory_bytes(ARENA_BYTES, QWEN))
+    patches = PatchMemory(memory, ARENA_BYTES, QWEN)
+
+    def full(begin: int, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    memory.make, make = full, memory.make  # type: ignore[method-assign]
+    for _ in range(2 * MAX_SEGMENTS):
+        with pytest.raises(OSError, match="No space"):
+            patches.segment(4, 3)
+    memory.make = make  # type: ignore[method-assign]
+    patches.segment(4, 3).remove()

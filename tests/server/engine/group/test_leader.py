@@ -161,7 +161,7 @@ def test_what_it_does_the_others_do(pair: Pair) -> None:
 
 
 def test_a_picture_is_in_once_all_have_its_patches(pair: Pair) -> None:
-    copies = [PictureCopy(name, (1, 2, 2), "segment", 4, 6, (0,)) for name in "ab"]
+    copies = [PictureCopy(name, (1, 2, 2), 64, 4, 6, (0,)) for name in "ab"]
     for copy in copies:
         pair.leader.start_picture(copy)
         assert pair.told() == StartPicture(copy)
@@ -178,7 +178,7 @@ def test_a_picture_is_in_once_all_have_its_patches(pair: Pair) -> None:
 
 
 def test_a_picture_that_some_lack_is_the_end_of_the_group(pair: Pair) -> None:
-    pair.leader.start_picture(PictureCopy("a", (1, 2, 2), "segment", 4, 6, (0,)))
+    pair.leader.start_picture(PictureCopy("a", (1, 2, 2), 64, 4, 6, (0,)))
     pair.alone.pictures = [PictureIn("a")]
     pair.answer(PictureIn("a", "it is gone"))
     with pytest.raises(GroupLost, match="lacks a picture: it is gone"):

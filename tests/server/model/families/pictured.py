@@ -1,7 +1,6 @@
 """Tiny models that read pictures, their pictures, and transformers' answers to both."""
 
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,6 @@ from transformers import (
 )
 
 from loraplex.server.engine.executor import PictureIn
-from loraplex.server.engine.messages import SEGMENT_FOLDER
 from loraplex.server.protocol import GenerateRequest, PictureSpan, TokenEvent
 from tests.server.engine.harness import make_request
 from tests.server.model.driver import Driver
@@ -221,22 +219,20 @@ class Packed:
 
 
 class PicturedEngine(Engine):
-    """Pictures' patches come through shared memory, as a worker sends them."""
+    """Pictures' patches lie at the end of the driver's host memory."""
 
     def __init__(self, driver: Driver, adapters: Mapping[str, AnyPacked], **options: Any) -> None:
         super().__init__(driver, adapters, **options)
         self.grids = {name: picture.grid for name, picture in PICTURES.items()}
-        self._mine = uuid.uuid4().hex
+        self._segments = dict[str, int]()
+        end = len(driver.arena)
+        for name, picture in PICTURES.items():
+            patches = picture.patches.numpy().tobytes()
+            driver.arena[end - len(patches) : end] = patches
+            end = self._segments[name] = end - len(patches)
 
-    def segment(self, picture: str) -> str:
-        name = f"loraplex-test-{self._mine}-{self.segments}"
-        PICTURES[picture].patches.numpy().tofile(SEGMENT_FOLDER / name)
-        return name
-
-    def exchange(self) -> None:
-        super().exchange()
-        for taken in self.taken:
-            (SEGMENT_FOLDER / taken.segment).unlink(missing_ok=True)
+    def segment(self, picture: str) -> int:
+        return self._segments[picture]
 
     def _read_pictures(self) -> bool:
         """Patches are on their way on a thread, and here nothing else may happen meanwhile."""

@@ -41,8 +41,8 @@ _STD = (0.26862954, 0.26130258, 0.27577711)
 _CLIP_SIZE = 224
 _SHORTEST = "shortest_edge"
 _MOST_SHORTEST = 1024
-# Of config.json: tokens around a picture.
-_AROUND = {"vision_start_token_id": 151652, "vision_end_token_id": 151653}
+# Of config.json: tokens around a picture, so many before its placeholder where none are said.
+_AROUND = {"vision_start_token_id": 3, "vision_end_token_id": 2}
 
 
 class TowerForm(NamedTuple):
@@ -98,7 +98,8 @@ def _of_qwen2(given: Mapping[str, Any], tower: TowerForm, folder: Path) -> dict[
     if _count(given, "merge_size", 2) != side:
         raise ValueError(f"merge_size must be {side}, as the tower's")
     config = read_json(folder / CONFIG_FILE)
-    opens, closes = (_id(config, name, usual) for name, usual in _AROUND.items())
+    around = ((name, tower.token_id - before) for name, before in _AROUND.items())
+    opens, closes = (_id(config, name, usual) for name, usual in around)
     least, most = _bounds(given)
     if not 0 < least <= most <= _CEILING:
         raise ValueError(f"sizes are out of range: {least} to {most}")

@@ -33,7 +33,7 @@ from loraplex.server.protocol import PictureForm
 
 _EPSILON = 1e-6
 _ROPES = ("rope_scaling", "rope_parameters")
-_OF_PAIRS = RopeSpec("default", 10_000.0)
+_THETA = 10_000.0
 # What transformers' classes say where `config.json` says nothing.
 _QWEN2: dict[str, Any] = {
     "depth": 32,
@@ -72,7 +72,7 @@ _QWEN3: dict[str, Any] = {
     "num_position_embeddings": 2304,
     "deepstack_visual_indexes": [8, 16, 24],
 }
-_TOKEN = 151655
+_QWEN35: dict[str, Any] = {**_QWEN3, "deepstack_visual_indexes": []}
 
 
 class _Encoder(NamedTuple):
@@ -91,18 +91,19 @@ class _Encoder(NamedTuple):
 class _Kind(NamedTuple):
     """A type's encoder. usual: values where `config.json` has none. sections: such numbers of pairs
     of a head's features that turn by time, by height and by width. takes_turns: the first pairs
-    turn by each in turn; else one section lies behind the other."""
+    turn by each in turn; else one section lies behind the other. token_id: of the placeholder."""
 
     usual: Mapping[str, Any]
     read: Callable[[Fields, ModelSpec], _Encoder]
     sections: tuple[int, int, int] = (16, 24, 24)
     takes_turns: bool = False
+    token_id: int = 151655
 
 
 def _read_qwen(
     kind: _Kind, config: Mapping[str, Any], text: ModelSpec, fields: Fields
 ) -> PictureSpec | None:
-    token_id = config.get("image_token_id", _TOKEN)
+    token_id = config.get("image_token_id", kind.token_id)
     if type(token_id) is not int or not 0 <= token_id < text.vocab_size:
         return None
     fields = fields.changed(**{**kind.usual, **fields.config})
@@ -121,7 +122,7 @@ def _qwen2_encoder(fields: Fields, text: ModelSpec) -> _Encoder:
     inner = fields.positive("embed_dim") * fields.positive("mlp_ratio")
     sizes = _sizes(fields, "embed_dim", inner)
     names = family.LayerNames(("attn.qkv",), "attn.proj", "mlp.fc1", "mlp.fc2")
-    layers = (plain_layer(sizes, _OF_PAIRS, names, "norm"),) * sizes.layers
+    layers = (plain_layer(sizes, _rope(fields), names, "norm"),) * sizes.layers
     merger = _merger(fields, "hidden_size", sizes, text, ("merger.mlp.0", "merger.mlp.2"))
     return _Encoder(sizes, layers, family.layer_norm("merger.ln_q", sizes), merger)
 
@@ -141,16 +142,18 @@ def _qwen25_encoder(fields: Fields, text: ModelSpec) -> _Encoder:
         fields.refuse(f"fullatt_block_indexes must be a list of layers, got {whole!r}")
         whole = []
     patches = (window * merger.side) ** 2
-    layers = (_windowed_layer(sizes, None if n in whole else patches) for n in range(sizes.layers))
+    rope = _rope(fields)
+    windows = (None if n in whole else patches for n in range(sizes.layers))
+    layers = (_windowed_layer(sizes, rope, window) for window in windows)
     norm = NormSpec("merger.ln_q", sizes.hidden, _EPSILON)
     return _Encoder(sizes, tuple(layers), norm, merger, window)
 
 
 def _qwen3_encoder(fields: Fields, text: ModelSpec) -> _Encoder:
-    """Qwen3-VL: as Qwen2-VL, with a table of positions and deep mergers."""
+    """Qwen3-VL: as Qwen2-VL, with a table of positions and deep mergers. Qwen3.5 has none."""
     sizes = _sizes(fields, "hidden_size", fields.positive("intermediate_size"))
     names = family.LayerNames(("attn.qkv",), "attn.proj", "mlp.linear_fc1", "mlp.linear_fc2")
-    layers = (plain_layer(sizes, _OF_PAIRS, names, "norm"),) * sizes.layers
+    layers = (plain_layer(sizes, _rope(fields), names, "norm"),) * sizes.layers
     merger = _merger(fields, "out_hidden_size", sizes, text, _fcs("merger"))
     merger = replace(merger, deep=_deep(fields, merger, sizes, text))
     positions = PositionTable("pos_embed", fields.positive("num_position_embeddings"))
@@ -191,9 +194,20 @@ def _sizes(fields: Fields, width: str, inner: int) -> family.ModelSizes:
     return family.ModelSizes(1, hidden, *shape, 1, _EPSILON, is_sound=True, activation=activation)
 
 
-def _windowed_layer(sizes: family.ModelSizes, window: int | None) -> LayerSpec:
+def _rope(fields: Fields) -> RopeSpec:
+    table = fields.config.get("rope_parameters") or {}
+    if not isinstance(table, Mapping) or table.get("rope_type", "axial") not in (
+        "axial",
+        "default",
+    ):
+        fields.refuse(f"rope_parameters must be axial, got {table!r}")
+        table = {}
+    return RopeSpec("default", fields.number(table, "rope_theta", _THETA))
+
+
+def _windowed_layer(sizes: family.ModelSizes, rope: RopeSpec, window: int | None) -> LayerSpec:
     norms = family.NormPlaces(*(NormSpec(f"norm{n}", sizes.hidden, _EPSILON) for n in (1, 2)))
-    of = family.attention(sizes, _OF_PAIRS, window, BIASES)
+    of = family.attention(sizes, rope, window, BIASES)
     qkv, o = family.fused(of.qkv, "attn.qkv"), family.with_paths(of.o, "attn.proj")
     return family.layer(sizes, replace(of, qkv=qkv, o=o), family.mlp(sizes, BIASES), norms)
 
@@ -234,7 +248,9 @@ def _axes(
     tables = (inner.get(key) for key in _ROPES)
     table = next((table for table in tables if isinstance(table, Mapping)), {})
     sections = table.get("mrope_section", [*kind.sections])
-    pairs = text.layers[0].attention.head_dim // 2
+    attention = next(iter(text.attentions.values()))
+    turned = None if attention.rope is None else attention.rope.rotary_dim
+    pairs = (turned or attention.head_dim) // 2
     known = isinstance(sections, list) and all(type(n) is int and n >= 0 for n in sections)
     if not known or len(sections) != 3 or sum(sections) != pairs:
         fields.refuse(f"mrope_section must be three numbers of {pairs} in all, got {sections!r}")
@@ -248,4 +264,7 @@ read_qwen2: ReadPictures = partial(_read_qwen, _Kind(_QWEN2, _qwen2_encoder))
 read_qwen25: ReadPictures = partial(_read_qwen, _Kind(_QWEN25, _qwen25_encoder))
 read_qwen3: ReadPictures = partial(
     _read_qwen, _Kind(_QWEN3, _qwen3_encoder, sections=(24, 20, 20), takes_turns=True)
+)
+read_qwen35: ReadPictures = partial(
+    _read_qwen, _Kind(_QWEN35, _qwen3_encoder, (11, 11, 10), takes_turns=True, token_id=248056)
 )

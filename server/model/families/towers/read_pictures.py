@@ -5,7 +5,12 @@ from typing import Any
 
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.families.towers.clip_towers import read_llava
-from loraplex.server.model.families.towers.qwen_towers import read_qwen2, read_qwen3, read_qwen25
+from loraplex.server.model.families.towers.qwen_towers import (
+    read_qwen2,
+    read_qwen3,
+    read_qwen25,
+    read_qwen35,
+)
 from loraplex.server.model.families.towers.tower_parts import ReadPictures
 from loraplex.server.model.spec.model_spec import ModelSpec
 from loraplex.server.model.spec.picture_spec import PictureSpec
@@ -15,6 +20,8 @@ _READERS: dict[str, ReadPictures] = {
     "llava": read_llava,
     "qwen2_5_vl": read_qwen25,
     "qwen2_vl": read_qwen2,
+    "qwen3_5": read_qwen35,
+    "qwen3_5_moe": read_qwen35,
     "qwen3_vl": read_qwen3,
     "qwen3_vl_moe": read_qwen3,
 }

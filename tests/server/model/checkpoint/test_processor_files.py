@@ -14,7 +14,7 @@ from loraplex.server.model.checkpoint.processor_files import TowerForm, read_vis
 from loraplex.server.protocol import ModelCard, PictureForm
 from tests.e2e.picture_model import IMAGE, SIZE, save_all
 
-TOWER = TowerForm(1176, 7, PictureForm(side=2))
+TOWER = TowerForm(1176, 248056, PictureForm(side=2))
 KIND = {"image_processor_type": "Qwen2VLImageProcessor"}
 
 
@@ -46,7 +46,7 @@ def test_numbers_are_those_of_transformers(tmp_path: Path, given: dict[str, Any]
     )
     assert (card.patch_size, card.form.side) == (processor.patch_size, processor.merge_size)
     assert card.temporal_patch_size == processor.temporal_patch_size
-    assert (card.opens_id, card.token_id, card.closes_id) == (5, 7, 151653)
+    assert (card.opens_id, card.token_id, card.closes_id) == (5, 248056, 248054)
 
 
 CLIP_TOWER = TowerForm(3 * 14 * 14, 7, PictureForm(tile=24), 336)

@@ -16,6 +16,10 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
     Qwen3VLMoeConfig,
@@ -45,7 +49,7 @@ VISION: dict[str, Any] = {
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 LORA: dict[str, Any] = {
     "one": {"r": 3, "target_modules": r".*language_model.*(q_proj|v_proj)"},
-    "two": {"r": 4, "lora_alpha": 4, "target_modules": r".*language_model.*_proj"},
+    "two": {"r": 4, "lora_alpha": 4, "target_modules": r".*language_model.*_proj(_[a-z]+)?"},
 }
 _TIMEOUT_S = 60.0
 
@@ -100,12 +104,31 @@ def qwen3_moe(**text: Any) -> Any:
     return qwen3(Qwen3VLMoeConfig, **text, **experts)
 
 
+def qwen35(config: Any = Qwen3_5Config, **text: Any) -> Any:
+    """Each third layer attends, and turns a part of each head."""
+    mixers = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 10}
+    mixers |= {"linear_value_head_dim": 12, "full_attention_interval": 3, "head_dim": 32}
+    rope = {**ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25}
+    vision = {**VISION, "out_hidden_size": text["hidden_size"], "num_position_embeddings": 25}
+    # Wider weights would let float32 differ from itself by the tolerance.
+    text |= {"rope_parameters": rope, "initializer_range": 0.1, **mixers}
+    return config(text_config=text, vision_config=vision, **_IDS)
+
+
+def qwen35_moe(**text: Any) -> Any:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    return qwen35(Qwen3_5MoeConfig, **text, **experts, shared_expert_intermediate_size=40)
+
+
+STATEFUL = ("qwen3_5", "qwen3_5_moe")
 KINDS: dict[str, tuple[Any, Any]] = {
     "llava": (partial(llava, "default"), LlavaForConditionalGeneration),
     "llava_siglip": (partial(llava, "full", "siglip"), LlavaForConditionalGeneration),
     "llava_full": (partial(llava, "full"), LlavaForConditionalGeneration),
     "qwen2_5_vl": (qwen25, Qwen2_5_VLForConditionalGeneration),
     "qwen2_vl": (qwen2, Qwen2VLForConditionalGeneration),
+    "qwen3_5": (qwen35, Qwen3_5ForConditionalGeneration),
+    "qwen3_5_moe": (qwen35_moe, Qwen3_5MoeForConditionalGeneration),
     "qwen3_vl": (qwen3, Qwen3VLForConditionalGeneration),
     "qwen3_vl_moe": (qwen3_moe, Qwen3VLMoeForConditionalGeneration),
 }
@@ -255,6 +278,7 @@ class Pictured:
         self, folder: Path, make_driver: Any = Driver, shards: int = 1, kind: str = "qwen2_5_vl"
     ) -> None:
         base = make_pictured(kind)
+        self.has_states = kind in STATEFUL
         self._before = SQUARES.get(kind, "")
         self.driver: Driver = make_driver(save_model(base, folder))
         self.oracle: PeftModel = add_adapter(base, "one", LoraConfig(**LORA["one"]), 1)

@@ -73,6 +73,8 @@ def test_qwen25_of_seven_billion_parameters() -> None:
     ("family", "columns", "parameters"),
     [
         ("qwen2_vl", 1176, 675.8e6),
+        ("qwen3_5", 1536, 456.0e6),
+        ("qwen3_5_moe", 1536, 446.5e6),
         ("qwen3_vl", 1536, 576.4e6),
         ("qwen3_vl_moe", 1536, 538.5e6),
         ("llava", 588, 311.9e6),
@@ -99,6 +101,13 @@ def test_results_of_deep_mergers_lie_beside_those_of_the_last() -> None:
     assert limits.num_blocks == engine.picture_memory // (64 * 4 * 4096 * 2)
 
 
+def test_a_part_of_each_head_turns_in_the_layers_that_attend() -> None:
+    pictures = read_model(FAMILIES["qwen3_5"].config).pictures
+    assert pictures is not None
+    assert (pictures.axes, pictures.token_id) == ((0, 1, 2) * 10 + (0, 1), 248056)
+    assert pictures.merger.deep == ()
+
+
 def qwen3(**vision: Any) -> dict[str, Any]:
     return {**QWEN3, "vision_config": {"out_hidden_size": 4096, **vision}}
 
@@ -116,6 +125,7 @@ def qwen3(**vision: Any) -> dict[str, Any]:
         ({**QWEN2, "vision_config": {"embed_dim": 1000}}, "embed_dim must be a multiple of 4"),
         ({**QWEN2, "vision_config": {"hidden_size": 64}}, "hidden_size must be that of the text"),
         ({**QWEN2, "vision_config": {"hidden_act": "snake"}}, "hidden_act must be one of"),
+        (qwen3(rope_parameters={"rope_type": "yarn"}), "rope_parameters must be axial"),
         (qwen3(deepstack_visual_indexes=[8, 27]), "must be layers in their order"),
         (qwen3(deepstack_visual_indexes=[8, 1]), "must be layers in their order"),
         (qwen3(depth=50, deepstack_visual_indexes=[*range(36)]), "the text part has 36 layers"),

@@ -1,6 +1,8 @@
 """Decodes pictures in processes of their own, each tenant in turn."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 
 import msgspec
@@ -50,30 +52,42 @@ class PictureDecoder:
         room = Room(PROCESSES, max(1, PROCESSES - 1), _MAX_LINE)
         self._turns = AwaitedTurns({_KIND: room})
 
-    async def patches(self, data: bytes, grid: Grid, tenant: str, is_batch: bool) -> PatchSegment:
-        """Decodes a file into host memory. Raises NoPatches."""
-        job = msgspec.msgpack.encode(DecodeJob(data, grid))
+    @asynccontextmanager
+    async def turn(self, tenant: str, is_batch: bool) -> AsyncIterator[None]:
+        """A turn to have one file decoded, for what is inside. Raises NoPatches."""
         try:
             turn = await self._turns.enter(_KIND, 1, tenant, is_batch)
-            try:
-                reply = await self._pool.ask(job)
-            finally:
-                self._turns.leave(turn)
+        except LineFull as error:
+            raise NoPatches("overloaded", "too many pictures wait to be decoded") from error
+        try:
+            yield
+        finally:
+            self._turns.leave(turn)
+
+    async def pixels(self, data: bytes, grid: Grid) -> bytes:
+        """Decodes and resizes a file, in a turn of the caller's. Raises NoPatches."""
+        job = msgspec.msgpack.encode(DecodeJob(data, grid))
+        try:
+            reply = await self._pool.ask(job)
             outcome = msgspec.msgpack.decode(reply, type=DecodeOutcome)
-            if outcome.fault is not None:
-                raise NoPatches("invalid_image", outcome.fault)
-            return await asyncio.to_thread(self._written, outcome.pixels, grid)
         except HelperStopped as error:
             message = (
                 f"the picture takes more than {CPU_SECONDS:g} s of processor time or "
                 f"{MEMORY_BYTES >> 20} MiB of memory to decode"
             )
             raise NoPatches("invalid_image", message) from error
-        except LineFull as error:
-            raise NoPatches("overloaded", "too many pictures wait to be decoded") from error
-        except (HelperUnavailable, OSError, ValueError) as error:
-            message = f"pictures cannot be decoded now: {error}"
-            raise NoPatches("overloaded", message) from error
+        except (HelperUnavailable, ValueError) as error:
+            raise _not_now(error) from error
+        if outcome.fault is not None:
+            raise NoPatches("invalid_image", outcome.fault)
+        return outcome.pixels
+
+    async def patches(self, pixels: bytes, grid: Grid) -> PatchSegment:
+        """Puts a decoded picture's patches into host memory. Raises NoPatches."""
+        try:
+            return await asyncio.to_thread(self._written, pixels, grid)
+        except (OSError, ValueError) as error:
+            raise _not_now(error) from error
 
     async def close(self) -> None:
         """Ends the processes."""
@@ -88,3 +102,7 @@ class PictureDecoder:
             segment.remove()
             raise
         return segment
+
+
+def _not_now(error: Exception) -> NoPatches:
+    return NoPatches("overloaded", f"pictures cannot be decoded now: {error}")

@@ -10,6 +10,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from loraplex.server.engine.messages import EncodePicture, PictureFailed, PictureTaken, ToEngine
@@ -133,17 +134,14 @@ class PictureService:
 
     async def _decode(self, picture: str, wanted: _Wanted, data: bytes) -> None:
         segment, failed = None, None
-        await self._room.acquire()
         try:
-            if wanted.askers:
-                segment = await self._patches(wanted, data)
+            segment = await self._patches(wanted, data)
         except NoPatches as error:
             failed = PictureFailed(picture, error.message, error.code)
         self._waiting_bytes -= len(data)
         is_late = self._decoding.get(picture) is not asyncio.current_task()
-        if segment is None or is_late:
-            self._drop(segment)
         if is_late:
+            self._drop(segment)
             return
         del self._wanted[picture], self._decoding[picture]
         if failed is not None:
@@ -153,13 +151,13 @@ class PictureService:
             place = (segment.begin, segment.rows, segment.columns)
             self._to_engine(EncodePicture(picture, wanted.grid, *place))
 
-    async def _patches(self, wanted: _Wanted, data: bytes) -> PatchSegment:
-        """Decodes a file, and counts it. Raises NoPatches."""
+    async def _patches(self, wanted: _Wanted, data: bytes) -> PatchSegment | None:
+        """Makes patches of a file, and counts it. None: no sequence waits for the
+        picture any more. Raises NoPatches."""
         began, outcome = time.monotonic(), "failed"
         try:
-            of = (wanted.grid, wanted.tenant, wanted.is_batch)
-            segment = await self._decoder.patches(data, *of)
-            outcome = "decoded"
+            segment = await self._decoded(wanted, data)
+            outcome = "" if segment is None else "decoded"
         except NoPatches as error:
             outcome = "refused" if error.code == "invalid_image" else "failed"
             raise
@@ -167,12 +165,26 @@ class PictureService:
             log.error("a picture could not be decoded", exc_info=error)
             raise NoPatches("internal", "the picture could not be decoded") from error
         finally:
-            self._metrics.images.labels(outcome).inc()
-            self._metrics.image_decode_s.observe(time.monotonic() - began)
+            if outcome:
+                self._metrics.images.labels(outcome).inc()
+                self._metrics.image_decode_s.observe(time.monotonic() - began)
         return segment
 
+    async def _decoded(self, wanted: _Wanted, data: bytes) -> PatchSegment | None:
+        """Decodes a file in its turn, once there is room for its patches. Raises NoPatches."""
+        with ExitStack() as held:
+            async with self._decoder.turn(wanted.tenant, wanted.is_batch):
+                await self._room.acquire()
+                held.callback(self._room.release)
+                if not wanted.askers:
+                    return None
+                pixels = await self._decoder.pixels(data, wanted.grid)
+            segment = await self._decoder.patches(pixels, wanted.grid)
+            held.pop_all()
+            return segment
+
     def _drop(self, segment: PatchSegment | None) -> None:
-        """Gives back the room of a segment, be it that none was made."""
+        """Gives back a segment and its room, if one was made."""
         if segment is not None:
             segment.remove()
-        self._room.release()
+            self._room.release()

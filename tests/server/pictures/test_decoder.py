@@ -99,7 +99,8 @@ async def end(decoder: PictureDecoder, data: bytes) -> str:
     except (PictureFault, ValueError) as error:
         return str(error)
     try:
-        (await decoder.patches(data, grid, "", False)).remove()
+        pixels = await decoder.pixels(data, grid)
+        (await decoder.patches(pixels, grid)).remove()
     except NoPatches as error:
         return error.message if error.code == "invalid_image" else error.code
     return ""
@@ -113,14 +114,14 @@ def test_files_become_patches_in_host_memory() -> None:
             data = written(kind, "RGB", 90, 61, 1, 1 if kind == "GIF" else 6)
             head = read_picture_head(data)
             grid = QWEN.grid(head.width, head.height)
-            segment = await decoder.patches(data, grid, "", False)
+            segment = await decoder.patches(await decoder.pixels(data, grid), grid)
             wanted, _ = expected(data, QWEN)
             held = np.frombuffer(memory.view, np.float32, wanted.size, segment.begin)
             np.testing.assert_array_equal(held.reshape(segment.rows, segment.columns), wanted)
             segment.remove()
             kill_helpers(decoder_module._MODULE)  # the next question finds another process
         with pytest.raises(NoPatches, match="headers do not say"):
-            await decoder.patches(written("PNG", "RGB", 90, 61), (1, 2, 2), "", False)
+            await decoder.pixels(written("PNG", "RGB", 90, 61), (1, 2, 2))
         await decoder.close()
 
     asyncio.run(main())

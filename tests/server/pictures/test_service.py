@@ -37,14 +37,17 @@ class Decoder(PictureDecoder):
         self.asked: list[bytes] = []
         self.go = asyncio.Event()
 
-    async def patches(self, data: bytes, grid: Grid, tenant: str, is_batch: bool) -> PatchSegment:
+    async def pixels(self, data: bytes, grid: Grid) -> bytes:
         self.asked.append(data)
         await self.go.wait()
         if data == b"bad":
             raise NoPatches("invalid_image", "no picture")
+        return data
+
+    async def patches(self, pixels: bytes, grid: Grid) -> PatchSegment:
         segment = self._memory.segment(4, 3)
-        segment.fill(lambda patches: patches.fill(len(data)))
-        if data == b"strange":
+        segment.fill(lambda patches: patches.fill(len(pixels)))
+        if pixels == b"strange":
             segment.remove()
             raise RuntimeError("nobody knows why")
         return segment
@@ -76,10 +79,11 @@ class Bench:
         return [frame.segment for frame in self.sent if isinstance(frame, EncodePicture)]
 
 
-def request(*pictures: str) -> GenerateRequest:
+def request(*pictures: str, tenant: str = "") -> GenerateRequest:
     spans = tuple(PictureSpan(i, 1, picture, GRID) for i, picture in enumerate(pictures))
+    ids = [0] * len(spans)
     return GenerateRequest(
-        "r", 0, 0, None, [0] * len(spans), [], SamplingParams(), 0, pictures=spans
+        "r", 0, 0, None, ids, [], SamplingParams(), 0, pictures=spans, tenant=tenant
     )
 
 
@@ -242,10 +246,24 @@ def test_only_so_many_lie_in_host_memory() -> None:
     run(body)
 
 
+def test_many_pictures_of_one_tenant_hold_up_no_other() -> None:
+    async def body(bench: Bench) -> None:
+        names = [f"{i}" for i in range(2 * MAX_SEGMENTS)]
+        for name in (*names, "other"):
+            bench.service.arrived(name, name.encode())
+        bench.service.wanted(1, request(*names, tenant="a"), tuple(names))
+        bench.service.wanted(2, request("other", tenant="b"), ("other",))
+        await bench.settle()
+        assert bench.decoder.asked == [b"0", b"other"]
+
+    run(body)
+
+
 def test_files_are_kept_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service_module, "MAX_KEPT_BYTES", 10)
 
     async def body(bench: Bench) -> None:
+        bench.decoder.go.set()
         for name in ("a", "b", "c"):
             bench.service.arrived(name, b"12345")
         assert bench.service.wanted(9, request("a", "b", "c"), ("a", "b", "c")) == ("a",)

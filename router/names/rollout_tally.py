@@ -125,7 +125,7 @@ class RolloutTally:
 
         Raises StoreDown.
         """
-        book = await self._store.counts(_score_book(rollout.id))
+        (book,) = await self._store.counts([_score_book(rollout.id)])
         return {v.digest: _pair(book, v.digest, v.since) for v in rollout.versions if v.live}
 
     async def read(self, rollout: str, digest: str, window_s: int, since: int) -> Measured:
@@ -167,7 +167,7 @@ class RolloutTally:
         known = self._closed.get((rollout, span))
         if known is not None:
             return known
-        counts = await self._store.counts(_book(rollout, span))
+        (counts,) = await self._store.counts([_book(rollout, span)])
         if span <= current - _OPEN_SLICES:
             self._closed[rollout, span] = counts
             if len(self._closed) > _MAX_CLOSED:

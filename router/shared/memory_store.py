@@ -130,7 +130,7 @@ class MemoryStore:
         self, book: str, amounts: Mapping[str, int], groups: Mapping[str, str], ttl_s: float
     ) -> None:
         now = self._clock()
-        counters = await self.counts(book)
+        (counters,) = await self.counts([book])
         for counter, amount in amounts.items():
             is_new = counter not in counters
             name = groups[counter] if is_new and len(counters) >= MAX_COUNTERS else counter
@@ -139,9 +139,10 @@ class MemoryStore:
         for old in [name for name, (until, _) in self._books.items() if until <= now]:
             del self._books[old]
 
-    async def counts(self, book: str) -> dict[str, int]:
-        until, counters = self._books.get(book, (0.0, {}))
-        return dict(counters) if until > self._clock() else {}
+    async def counts(self, books: Sequence[str]) -> list[dict[str, int]]:
+        now, nothing = self._clock(), (0.0, dict[str, int]())
+        found = (self._books.get(book, nothing) for book in books)
+        return [dict(counters) if until > now else {} for until, counters in found]
 
     async def admit(self, ask: Ask) -> Verdict:
         now_ms = self._now_ms()

@@ -7,7 +7,7 @@ the server's.
 import hashlib
 import logging
 import secrets
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.resources import files
 from typing import Any, cast
@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 # For what is large, and nobody's request waits for.
 PATIENCE_S = 2.0
-_SCANNED = 2000  # rows in one answer
+_SCANNED = 2000  # rows in one answer, or counters of several books
+_ASKED = 1000  # keys of one question
 _STANDING = 5  # numbers that `admit` returns for each subject
 
 
@@ -190,10 +191,26 @@ class RedisStore:
         name = f"{self._prefix}:book:{book}"
         await self._run("count", [name], _ms(ttl_s), MAX_COUNTERS, *triples, least_s=PATIENCE_S)
 
-    async def counts(self, book: str) -> dict[str, int]:
-        name = f"{self._prefix}:book:{book}"
-        found = await self.link.call(lambda: _wait(self._redis.hgetall(name)), PATIENCE_S)
-        return {key.decode(): int(value) for key, value in found.items()}
+    async def counts(self, books: Sequence[str]) -> list[dict[str, int]]:
+        names = [f"{self._prefix}:book:{book}" for book in books]
+        sizes = dict[str, int]()
+        for some in _parts(dict.fromkeys(names, 1), _ASKED):
+            sizes |= zip(some, await self._of_each("HLEN", some), strict=True)
+        found = dict[str, dict[bytes, bytes]]()
+        for some in _parts({name: size for name, size in sizes.items() if size}, _SCANNED):
+            found |= zip(some, await self._of_each("HGETALL", some), strict=True)
+        return [{k.decode(): int(v) for k, v in found.get(name, {}).items()} for name in names]
+
+    async def _of_each(self, command: str, names: Sequence[str]) -> list[Any]:
+        """Answers of one command for each of some keys, on one way to Redis and back."""
+
+        async def ask() -> list[Any]:
+            async with self._redis.pipeline(transaction=False) as pipeline:
+                for name in names:
+                    pipeline.execute_command(command, name)
+                return await pipeline.execute()
+
+        return await self.link.call(ask, PATIENCE_S)
 
     async def admit(self, ask: Ask) -> Verdict:
         limits = [number for subject in ask.subjects for number in _limits(subject)]
@@ -268,6 +285,19 @@ class RedisStore:
         stem = f"{self._prefix}:{{quota:{ask.tenant}}}"
         keys = ((f"{stem}:{s.name}", f"{stem}:{s.name}:leases") for s in ask.subjects)
         return [key for pair in keys for key in pair]
+
+
+def _parts(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
+    """Names in order, in parts of at most `most` in all, or of one name."""
+    part, total = list[str](), 0
+    for name, size in sizes.items():
+        if part and total + size > most:
+            yield part
+            part, total = [], 0
+        part.append(name)
+        total += size
+    if part:
+        yield part
 
 
 def _limits(subject: Subject) -> tuple[int, int, int, int, int]:

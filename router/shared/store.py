@@ -125,7 +125,9 @@ class Store(Protocol):
         """
         ...
 
-    async def counts(self, book: str) -> dict[str, int]: ...
+    async def counts(self, books: Sequence[str]) -> list[dict[str, int]]:
+        """Counters of each book; none where there is no such book."""
+        ...
 
     # Quotas: see `loraplex.router.policy.quota`.
 

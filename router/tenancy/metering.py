@@ -6,6 +6,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import NoReturn
 
 import msgspec
@@ -39,6 +40,7 @@ KEPT_RECORDS = 10_000  # of each tenant
 _MAX_UNWRITTEN = 10_000
 _LISTED_S = 600.0
 _FEW_TENANTS = 256
+_BOOKS_AT_ONCE = 1000
 _BOOK_TTL_S = (MAX_DAYS + 1) * 86400.0
 
 
@@ -96,16 +98,20 @@ class Metering:
         Raises StoreDown.
         """
         await self.flush()
-        books = [await self._store.counts(tenants_book(day)) for day in range(first, last + 1)]
+        books = await self._store.counts([tenants_book(day) for day in range(first, last + 1)])
         return {tenant for book in books for tenant in book}
 
     async def usage(self, tenants: Sequence[str], first: int, last: int) -> list[UsageRow]:
         """Usage by tenant in these days since 1970-01-01, both included. Raises StoreDown."""
         await self.flush()
-        rows: list[UsageRow] = []
-        for tenant in tenants:
-            names = [book_name(tenant, day) for day in range(first, last + 1)]
-            rows += rows_of(tenant, [await self._store.counts(name) for name in names])
+        rows, days = list[UsageRow](), range(first, last + 1)
+        step = max(1, _BOOKS_AT_ONCE // len(days))
+        for begin in range(0, len(tenants), step):
+            some = tenants[begin : begin + step]
+            names = [book_name(tenant, day) for tenant in some for day in days]
+            books = iter(await self._store.counts(names))
+            for tenant in some:
+                rows += rows_of(tenant, [*islice(books, len(days))])
         return rows
 
     async def latest(self, tenants: Sequence[str], count: int) -> list[UsageRecord]:

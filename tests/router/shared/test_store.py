@@ -103,13 +103,23 @@ async def test_counters_add_up_in_a_bounded_book(store: Store) -> None:
     groups = {"a": "rest", "b": "rest"}
     await store.count("day", {"a": 2, "b": 1}, groups, 60)
     await store.count("day", {"a": 3}, groups, 60)
-    assert await store.counts("day") == {"a": 5, "b": 1}
+    assert await store.counts(["day"]) == [{"a": 5, "b": 1}]
     many = {f"c{i}": 1 for i in range(MAX_COUNTERS)}
     await store.count("day", many, dict.fromkeys(many, "rest"), 60)
-    counters = await store.counts("day")
+    (counters,) = await store.counts(["day"])
     assert len(counters) == MAX_COUNTERS + 1
     assert counters["rest"] == 2
     assert sum(counters.values()) == 6 + MAX_COUNTERS
+    names = [f"day {i}" for i in range(1100)]
+    for i in (0, 7, 1099):
+        await store.count(names[i], {"a": i + 1}, groups, 60)
+    found = await store.counts([*names, "day", "day 7"])
+    assert found == [
+        *({"a": i + 1} if i in (0, 7, 1099) else {} for i in range(1100)),
+        counters,
+        {"a": 8},
+    ]
+    assert await store.counts([]) == []
 
 
 def ask(lease: str, tokens: int = 10, **limits: int) -> Ask:

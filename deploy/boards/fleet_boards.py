@@ -234,7 +234,7 @@ FLEET = Board(
                 Panel(
                     "Router processes",
                     "short",
-                    (Query(f"count({pick('loraplex_requests_running')})"),),
+                    (Query(f"count({pick('loraplex_redis_up')})"),),
                     "Routers that are scraped.",
                     "stat",
                 ),

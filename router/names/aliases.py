@@ -59,7 +59,7 @@ class Aliases:
         listener: AliasListener | None = None,
         bases: Sequence[str] = ("",),
     ) -> None:
-        self._bases = tuple(bases)
+        self.bases = tuple(bases)
         self._listener = listener
         self.is_shared = is_shared
         self.claimed: frozenset[OwnedName] = frozenset()
@@ -299,7 +299,7 @@ class Aliases:
         except (msgspec.DecodeError, UnicodeDecodeError):
             logger.error("the store has an adapter that cannot be read")
             return None
-        row = of_bases(of_this_form(row), self._bases)
+        row = of_bases(of_this_form(row), self.bases)
         ref, token = self._tokens.get(row.key, (None, None))
         return msgspec.structs.replace(row, token=token) if ref == row.ref else row
 

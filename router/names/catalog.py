@@ -111,11 +111,17 @@ class CatalogRules:
 
     def content(self, choice: AdapterChoice, alias: Registration, sticky: str) -> Content:
         """The content of a registration in service, for one caller. Raises AdapterError for a
-        version that is not kept.
+        version that is not kept, and for one of a base that this router does not serve.
         """
         number = self._named(choice)[1]
         content = alias.chosen(sticky) if number is None else alias.version(number)
         assert content is not None
+        if content.base not in self.aliases.bases:
+            message = (
+                f"adapter {alias.name!r} is for the base {content.base!r}, which is none of this "
+                "router's (--base): declare the base by this name, or refresh the adapter"
+            )
+            raise AdapterError("invalid", message)
         return content
 
     def _named(self, choice: AdapterChoice) -> tuple[Registration | None, int | None]:

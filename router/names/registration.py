@@ -197,13 +197,15 @@ def of_this_form(registration: Registration) -> Registration:
 
 
 def of_bases(registration: Registration, bases: Sequence[str]) -> Registration:
-    """The registration with contents of these bases alone. bases: names of those that the router
-    serves; contents of any other are taken for the first one's, and its workers judge them anew.
+    """The registration as a router has it that serves these bases. bases: their names; "" of the
+    only one. Contents of a base without a name are taken for the first one's, and contents of any
+    base for the only one's; its workers judge them anew. Contents of a name that is none of several
+    stay what they are.
     """
+    first = bases[0]
 
     def of_known(content: Content) -> Content:
-        is_known = content.base in bases
-        return content if is_known else msgspec.structs.replace(content, base=bases[0])
+        return content if content.base and first else msgspec.structs.replace(content, base=first)
 
     content, kept, rollout = registration.content, registration.kept, registration.rollout
     if all(held.base in bases for held in registration.held):

@@ -133,7 +133,8 @@ class AdapterWorkers:
             session.pin(held.digest for held in pins if held.base == session.base)
 
     def _sessions(self, base: str) -> list[WorkerSession]:
-        return self._bases.of(base).fleet.sessions
+        found = self._bases.find(base)
+        return [] if found is None else found.fleet.sessions
 
     async def _status(
         self, session: WorkerSession, digests: list[str]

@@ -198,9 +198,13 @@ class InfoRoutes:
         for the operator to know.
         """
         root = format_ref(adapter.ref) if shows_paths else shown_name(adapter.ref)
-        base = self._service.bases.of(adapter.base or "")
+        bases = self._service.bases
+        base = bases.of(adapter.base or "")
         of_base = _base_object(base, base.names[0])
-        is_known = adapter.base is not None or not self._service.bases.are_several
+        if adapter.base is None:
+            is_known = not bases.are_several
+        else:
+            is_known = bases.find(adapter.base) is not None
         parent = of_base.id if is_known else ""
         return msgspec.structs.replace(of_base, id=adapter.name, root=root, parent=parent)
 

@@ -57,7 +57,11 @@ class Bases:
 
     def of(self, name: str) -> BaseModel:
         """The base of this name. Of one that is declared no more, or "": the first."""
-        return self._by_name.get(name, self.first)
+        return self.find(name) or self.first
+
+    def find(self, name: str) -> BaseModel | None:
+        """The base of exactly this name, if one is declared."""
+        return self._by_name.get(name)
 
     def of_card(self, card: ModelCard) -> BaseModel:
         """The base whose workers have this card. Raises CardError if the router has no such

@@ -21,6 +21,7 @@ from tests.router.fake_worker import (
     running_worker,
 )
 from tests.router.serving import Running, poll, running_router
+from tests.router.shared.redis_server import RedisServer
 
 RED, BLUE = "org/red", "org/blue"
 # Its config says for which base an adapter is: `blue-…` for the second.
@@ -340,3 +341,45 @@ async def test_a_worker_of_no_declared_base_is_refused(
             return f"this router serves {RED}, {BLUE} (--base)" in problem
 
         await poll(refused)
+
+
+async def test_what_is_of_a_base_that_has_another_name_is_refused_until_it_is_refreshed(
+    tmp_path: Path, redis: RedisServer
+) -> None:
+    """The adapter fits any base: no worker would say that it is for another."""
+    either = digest("org/either")
+    body = {"name": "both", "ref": "hub:org/either", "pin": True}
+    one: dict[str, Any] = {"redis": redis.url, "adapters": ()}
+    async with two_bases(tmp_path / "a", **one, bases=(BLUE, RED)) as (router, _, blue):
+        answer = await router.client.post("/v1/adapters", json=body, headers=ADMIN)
+        assert (answer.status_code, answer.json()["base"]) == (200, BLUE), answer.text
+        assert await text(router, "both") == f"{BLUE} {either}"
+    red = base_worker(RED, "a")
+    options = {**one, "bases": (RED, "org/green"), "admin_key": "boss"}
+    async with (
+        running_worker(red),
+        running_router(tmp_path / "b", red, **options) as router,
+    ):
+        answer = await complete(router, "both")
+        assert (answer.status_code, BLUE in answer.text) == (422, True), answer.text
+        assert not red.requests
+        assert not red.pins
+        answer = await router.client.post("/v1/adapters/both/refresh", headers=ADMIN)
+        assert answer.status_code == 200, answer.text
+        assert await text(router, "both") == f"{RED} {either}"
+        await red.until(lambda: bool(red.pins))
+
+
+async def test_what_a_router_of_one_base_has_is_of_the_first(
+    tmp_path: Path, redis: RedisServer
+) -> None:
+    body = {"name": "both", "ref": "hub:org/either"}
+    options: dict[str, Any] = {"redis": redis.url, "admin_key": "boss"}
+    red = base_worker(RED, "a")
+    async with running_worker(red):
+        async with running_router(tmp_path / "a", red, **options) as router:
+            answer = await router.client.post("/v1/adapters", json=body, headers=ADMIN)
+            assert answer.status_code == 200, answer.text
+        for bases in ((RED, BLUE), ()):
+            async with running_router(tmp_path / "b", red, bases=bases, **options) as router:
+                assert await text(router, "both") == f"{RED} {digest('org/either')}"

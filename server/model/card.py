@@ -1,5 +1,6 @@
 """The model card: all that a router needs of a base model, read from its folder. No torch."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from loraplex.adapters.chat.conversation import DEFAULT_TEMPLATE
@@ -60,7 +61,11 @@ def model_card(
     sentence = _sentence_files(folder)
     vectors = vector_form(config, context, sentence, wishes)
     remarks = [f"{GENERATION_FILE}: {remark}" for remark in advice.remarks]
-    vision = None if config.pictures is None else _vision(folder, config.pictures, remarks)
+    vision = (
+        None
+        if config.pictures is None
+        else _vision(folder, config.pictures, tokenizer.token_to_id, remarks)
+    )
     return ModelCard(
         base_digest=base_digest(folder),
         names=names,
@@ -90,14 +95,19 @@ def model_card(
     )
 
 
-def _vision(folder: Path, pictures: PictureSpec, remarks: list[str]) -> VisionCard | None:
+def _vision(
+    folder: Path,
+    pictures: PictureSpec,
+    token_to_id: Callable[[str], int | None],
+    remarks: list[str],
+) -> VisionCard | None:
     """The way of pictures to the model; None where its files do not say it, with a remark, and
     where the checkpoint has the text part alone."""
     if not has_tower(read_shards(folder)):
         return None
     tower = TowerForm(pictures.columns, pictures.token_id, pictures.form, pictures.pixels)
     try:
-        return read_vision_card(folder, tower)
+        return read_vision_card(folder, tower, token_to_id)
     except ValueError as error:
         remarks.append(f"{PROCESSOR_FILES[1]}: {error}; images are refused")
         return None

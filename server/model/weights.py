@@ -231,13 +231,14 @@ class DeepMergerWeights:
 @dataclass(frozen=True, slots=True)
 class TowerWeights:
     """Weights of an encoder of pictures. body: `embed` is the matrix of patches, `[hidden,
-    columns]`, and `lm_head` the merger's last one. first: the merger's other matrix. bias: of
-    patches; None = there is none. deep: by the tower's layer."""
+    columns]`, and `lm_head` the merger's last one. joined, first: the merger's other matrices.
+    bias: of patches. deep: by the tower's layer. None = there is none."""
 
     body: ModelWeights
     first: Linear
     bias: torch.Tensor | None
     deep: dict[int, DeepMergerWeights]
+    joined: Linear | None
 
 
 def load_weights(
@@ -318,7 +319,8 @@ def load_tower(
         )
         for each in merger.deep
     }
-    return TowerWeights(body, source.linear(merger.first), bias, deep)
+    joined = None if merger.joined is None else source.linear(merger.joined)
+    return TowerWeights(body, source.linear(merger.first), bias, deep, joined)
 
 
 def _load_dense(folder: Path, device: torch.device) -> tuple[VectorDense, ...]:

@@ -48,3 +48,13 @@ def with_area(width: int, height: int, unit: int, least: int, most: int) -> _Siz
         wide = math.ceil(width * grown / unit) * unit
         high = math.ceil(height * grown / unit) * unit
     return wide, high
+
+
+def within(width: int, height: int, unit: int, longest: int) -> _Size:
+    """The size whose sides are multiples of `unit`, at least as long as those of the picture, which
+    first is made so small that none is longer than `longest`."""
+    shrunk = max(width, height) / longest
+    if shrunk > 1:
+        width, height = math.floor(width / shrunk), math.floor(height / shrunk)
+    wide, high = (-(-length // unit) * unit for length in (width, height))
+    return wide, high

@@ -10,7 +10,7 @@ from loraplex.server.protocol.picture_cuts import PictureCut
 
 Grid = tuple[int, int, int]
 # The processor by whose rule a picture is resized and cut into patches.
-PatchRule = Literal["qwen2_vl", "clip"]
+PatchRule = Literal["qwen2_vl", "clip", "pixtral"]
 # A picture that is so many times longer than wide, or wider than long, is refused.
 _MAX_ASPECT = 200
 
@@ -76,7 +76,9 @@ class VisionCard(msgspec.Struct, frozen=True):
     picture; None = the placeholder. opens_id, closes_id: the tokens that a prompt has around it;
     None = there is none. before, after: ids that come around a picture's placeholders. By the rule
     `clip` the shorter side gets `shortest_edge` pixels (0 = each gets `crop_size`), and the model
-    sees the middle square of `crop_size` pixels a side; by the other both are 0.
+    sees the middle square of `crop_size` pixels a side; by the other both are 0. By
+    the rule `pixtral` neither side has more than `longest_edge` pixels. row_ends: the ids behind
+    each row of placeholders, and behind the last one; None = there are none.
     """
 
     rule: PatchRule
@@ -95,6 +97,8 @@ class VisionCard(msgspec.Struct, frozen=True):
     max_pixels: int = 0
     shortest_edge: int = 0
     crop_size: int = 0
+    longest_edge: int = 0
+    row_ends: tuple[int, int] | None = None
 
     @property
     def columns(self) -> int:
@@ -123,6 +127,8 @@ class VisionCard(msgspec.Struct, frozen=True):
         if self.rule == "clip":
             return self.crop_size**2
         # Sides are multiples of whole tokens.
+        if self.rule == "pixtral":
+            return (self.longest_edge + self.unit) ** 2
         return 2 * max(self.min_pixels, self.max_pixels) + 2 * _MAX_ASPECT * self.unit**2
 
     def cuts(self, width: int, height: int) -> list[PictureCut]:
@@ -139,6 +145,9 @@ class VisionCard(msgspec.Struct, frozen=True):
             if self.shortest_edge:
                 size = picture_cuts.with_shortest(width, height, self.shortest_edge)
             return [picture_cuts.middle(size, self.crop_size, seen)]
+        if self.rule == "pixtral":
+            size = picture_cuts.within(width, height, self.unit, self.longest_edge)
+            return [picture_cuts.whole(size)]
         least, most = self.min_pixels, self.max_pixels
         return [picture_cuts.whole(picture_cuts.with_area(width, height, self.unit, least, most))]
 
@@ -150,7 +159,12 @@ class VisionCard(msgspec.Struct, frozen=True):
 
     def ids(self, grid: Grid) -> list[int]:
         """Ids that come in place of the spot of a picture of this grid."""
-        return [*self.before, *[self.token_id] * self.form.tokens(grid), *self.after]
+        own = [self.token_id] * self.form.tokens(grid)
+        if self.row_ends is not None:
+            behind, end = self.row_ends
+            high, wide = (patches // self.form.side for patches in grid[1:])
+            own = [*[*[self.token_id] * wide, behind] * high][:-1] + [end]
+        return [*self.before, *own, *self.after]
 
     def span_ids(self, grid: Grid) -> tuple[int, list[int]]:
         """Ids from a picture's first placeholder to its last, and how many come before them."""

@@ -1,11 +1,11 @@
 """Files of a picture processor next to a model: how pictures become patches and tokens. No torch.
 
-A step that differs from those of Qwen2-VL's and of CLIP's processor is refused by name.
+A step that differs from those of the processors below is refused by name.
 """
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ _KIND = "image_processor_type"
 _SIGLIP = "SiglipImageProcessor"
 _RULES: dict[str, PatchRule] = {
     "CLIPImageProcessor": "clip",
+    "PixtralImageProcessor": "pixtral",
     "Qwen2VLImageProcessor": "qwen2_vl",
     _SIGLIP: "clip",
 }
@@ -44,6 +45,18 @@ _MOST_SHORTEST = 1024
 # Of config.json: tokens around a picture, so many before its placeholder where none are said.
 _AROUND = {"vision_start_token_id": 3, "vision_end_token_id": 2}
 
+# Of Pixtral's processor: the placeholder, and the tokens behind a row and behind the last one.
+_OF_ROWS = {
+    "image_token": "[IMG]",
+    "image_break_token": "[IMG_BREAK]",
+    "image_end_token": "[IMG_END]",
+}
+_LONGEST = "longest_edge"
+_LONGEST_USUAL = 1024
+_LEAST_LONGEST = 256
+
+TokenToId = Callable[[str], int | None]
+
 
 class TowerForm(NamedTuple):
     """Facts of the tower that patches must suit. columns: numbers of a patch. token_id: of the
@@ -55,9 +68,9 @@ class TowerForm(NamedTuple):
     pixels: int = 0
 
 
-def read_vision_card(folder: Path, tower: TowerForm) -> VisionCard:
-    """The way of pictures to a model's tokens. Raises ValueError where it is not known, or is
-    another than the tower's.
+def read_vision_card(folder: Path, tower: TowerForm, token_to_id: TokenToId) -> VisionCard:
+    """The way of pictures to a model's tokens. token_to_id: of the tokenizer. Raises ValueError
+    where it is not known, or is another than the tower's.
     """
     given = _given(folder)
     rule = _RULES.get(_FORMS.sub("", str(given.get(_KIND))))
@@ -74,7 +87,12 @@ def read_vision_card(folder: Path, tower: TowerForm) -> VisionCard:
     std = _colours(given, "image_std", usual[1])
     if not all(std):
         raise ValueError(f"image_std is out of range: {std}")
-    sizes = _of_clip(given, tower) if rule == "clip" else _of_qwen2(given, tower, folder)
+    if rule == "clip":
+        sizes = _of_clip(given, tower)
+    elif rule == "pixtral":
+        sizes = _of_pixtral(given, read_optional_json(folder / FILES[0]), tower, token_to_id)
+    else:
+        sizes = _of_qwen2(given, tower, folder)
     card = VisionCard(
         rule=rule,
         mean=mean,
@@ -141,6 +159,38 @@ def _of_clip(given: Mapping[str, Any], tower: TowerForm) -> dict[str, Any]:
     }
 
 
+def _of_pixtral(
+    given: Mapping[str, Any], around: Mapping[str, Any], tower: TowerForm, token_to_id: TokenToId
+) -> dict[str, Any]:
+    """Fields of a VisionCard by the rule `pixtral`. around: the file of the whole processor, which
+    has the last word on patches."""
+    if tower.pixels:
+        raise ValueError(f"{_KIND} does not suit a tower of pictures of one size")
+    if given.get("do_center_crop"):
+        raise ValueError("do_center_crop must be False")
+    side, names = tower.form.side, {key: around.get(key, name) for key, name in _OF_ROWS.items()}
+    if _count(around, "spatial_merge_size", 1) != side:
+        raise ValueError(f"{FILES[0]}: spatial_merge_size must be {side}, as the tower's")
+    spot, *ends = (token_to_id(str(name)) for name in names.values())
+    if spot != tower.token_id:
+        raise ValueError(f"image_token {shown(names['image_token'])} is another than config.json's")
+    if None in ends:
+        raise ValueError(f"the tokenizer has not all of {shown([*names.values()])}")
+    size = given.get("size", {_LONGEST: _LONGEST_USUAL})
+    said = {k: n for k, n in size.items() if n is not None} if isinstance(size, Mapping) else {}
+    if [*said] != [_LONGEST]:
+        raise ValueError(f"size must be {_LONGEST} alone, got {shown(size)}")
+    longest = _count(said, _LONGEST, _LONGEST_USUAL)
+    if not _LEAST_LONGEST <= longest <= math.isqrt(_CEILING):
+        raise ValueError(f"size is out of range: {longest}")
+    return {
+        "patch_size": _count(around, "patch_size", 16),
+        "temporal_patch_size": 1,
+        "longest_edge": longest,
+        "row_ends": tuple(ends),
+    }
+
+
 def _given(folder: Path) -> Mapping[str, Any]:
     nested = read_optional_json(folder / FILES[0]).get("image_processor")
     if isinstance(nested, Mapping):
@@ -155,7 +205,7 @@ def _bounds(given: Mapping[str, Any]) -> tuple[int, int]:
     size = given.get("size")
     size = size if isinstance(size, Mapping) else {}
     least = _count(size, _SHORTEST, _LEAST_PIXELS)
-    most = _count(size, "longest_edge", _MOST_PIXELS)
+    most = _count(size, _LONGEST, _MOST_PIXELS)
     return _count(given, "min_pixels", least), _count(given, "max_pixels", most)
 
 

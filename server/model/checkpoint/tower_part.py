@@ -16,7 +16,7 @@ _TOWER = re.compile(
     r"(?:model\.)?(?:(?:visual|vision_tower)\.(?:vision_model\.)?|(?=multi_modal_projector\.))"
     r"(?P<rest>.+)"
 )
-_BLOCKS = re.compile(r"(?:blocks|encoder\.layers)\.(?=[0-9])")
+_BLOCKS = re.compile(r"(?:blocks|(?:encoder|transformer)\.layers)\.(?=[0-9])")
 
 
 def tower_name(stored: str) -> str | None:

@@ -52,20 +52,23 @@ class DeepMergerSpec(msgspec.Struct, frozen=True):
 class MergerSpec(HeadSpec, frozen=True, kw_only=True):
     """A head that makes one token of `side * side` normed patches: `linear(activation(first(x)))`
     of their features one behind the other. reads_stream: patches are as the last layer leaves
-    them, without a norm. skipped: rows before those of patches that make no token. deep: mergers of
-    earlier layers, in their order."""
+    them, without a norm. skipped: rows before those of patches that make no token. joined: a
+    product before `first`; the features of a token's patches come one by one there, each of all
+    patches. deep: mergers of earlier layers, in their order."""
 
     first: LinearSpec
     activation: Activation = "gelu"
     side: int = 2
     reads_stream: bool = False
     skipped: int = 0
+    joined: LinearSpec | None = None
     deep: tuple[DeepMergerSpec, ...] = ()
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
         of_deep = ((each.first, each.linear) for each in self.deep)
-        return self.first, self.linear, *chain.from_iterable(of_deep)
+        joined = () if self.joined is None else (self.joined,)
+        return *joined, self.first, self.linear, *chain.from_iterable(of_deep)
 
     def tensors(self) -> Tensors:
         yield from HeadSpec.tensors(self)
@@ -79,7 +82,9 @@ class PictureSpec(msgspec.Struct, frozen=True):
     window, a square of `window * window` tokens; 0 = no layer has one. token_id: the placeholder of
     a picture's token. axes: for each pair of a head's features by what it turns, 0 = time, 1 =
     height, 2 = width; None = all turn by the position. form: of placeholders. pixels: a side of
-    every picture; 0 = the tower takes any.
+    every picture; 0 = the tower takes any. splits: of the frequencies by which a head's features
+    turn in the tower, rows have the first, third and so on, and columns the others; else both have
+    the former.
     """
 
     tower: ModelSpec
@@ -88,6 +93,7 @@ class PictureSpec(msgspec.Struct, frozen=True):
     axes: tuple[int, ...] | None = None
     form: PictureForm = PictureForm()
     pixels: int = 0
+    splits: bool = False
 
     @property
     def merger(self) -> MergerSpec:

@@ -86,11 +86,15 @@ class Tower:
         merger, last = self._spec.merger, self._weights.body.lm_head
         found = picture.stream.hidden if merger.reads_stream else picture.normed
         by_token = self._by_token(found[merger.skipped :])
+        if self._weights.joined is not None:
+            by_feature = by_token.unflatten(1, (merger.side**2, -1)).transpose(1, 2)
+            by_token = self._weights.joined.run(by_feature.flatten(1))
         result = self._merged(by_token, self._weights.first, last)
         return torch.cat((result, *picture.deep), dim=1)
 
     def _by_token(self, patches: torch.Tensor) -> torch.Tensor:
-        return patches.reshape(-1, self._spec.merger.first.in_features)
+        merger = self._spec.merger
+        return patches.reshape(-1, (merger.joined or merger.first).in_features)
 
     def _merged(self, patches: torch.Tensor, first: Linear, last: Linear) -> torch.Tensor:
         """patches: `[tokens, features]`, as the first product takes them."""

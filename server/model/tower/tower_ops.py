@@ -58,8 +58,9 @@ class TowerOps(TorchProducts):
         if attention.rope is None:
             return {}
         # Half of the pairs turn by the row, and half by the column.
-        inv_freq = inverse_frequencies(attention.rope, attention.head_dim // 2, self._device)
-        by_axis = [cos_sin(axis, inv_freq, 1.0) for axis in places]
+        inv_freq = inverse_frequencies(attention.rope, attention.head_dim, self._device)
+        of_axes = inv_freq[::2], inv_freq[int(self._spec.splits) :: 2]
+        by_axis = [cos_sin(axis, own, 1.0) for axis, own in zip(places, of_axes, strict=True)]
         cos, sin = (torch.cat(both, dim=-1) for both in zip(*by_axis, strict=True))
         return {(attention.rope, attention.head_dim): (cos, sin)}
 

@@ -1,23 +1,14 @@
-"""CLIP's and SigLIP's encoders within LLaVA. Pure."""
+"""CLIP's and SigLIP's encoders. Pure."""
 
-from collections.abc import Mapping
 from typing import Any
-
-from msgspec.structs import replace
 
 from loraplex.server.model.families import family
 from loraplex.server.model.families.fields import Fields
-from loraplex.server.model.families.towers.tower_parts import (
-    COLOURS,
-    plain_layer,
-    products,
-    tower,
-)
-from loraplex.server.model.spec.model_spec import ModelSpec, NormSpec, PositionTable
-from loraplex.server.model.spec.picture_spec import MergerSpec, PatchSpec, PictureSpec
-from loraplex.server.protocol import PictureForm
+from loraplex.server.model.families.towers.tower_parts import COLOURS, EncoderParts, plain_layer
+from loraplex.server.model.spec.model_spec import PositionTable
+from loraplex.server.model.spec.picture_spec import PatchSpec
 
-_CLIP = "clip_vision_model"
+CLIP = "clip_vision_model"
 _CLIP_USUAL: dict[str, Any] = {
     "hidden_size": 768,
     "intermediate_size": 3072,
@@ -28,10 +19,10 @@ _CLIP_USUAL: dict[str, Any] = {
     "layer_norm_eps": 1e-5,
     "hidden_act": "quick_gelu",
 }
-_SIGLIP = "siglip_vision_model"
+SIGLIP = "siglip_vision_model"
 _USUAL = {
-    _CLIP: _CLIP_USUAL,
-    _SIGLIP: {
+    CLIP: _CLIP_USUAL,
+    SIGLIP: {
         **_CLIP_USUAL,
         "patch_size": 16,
         "layer_norm_eps": 1e-6,
@@ -41,38 +32,38 @@ _USUAL = {
 _CLIP_NAMES = family.LayerNames(
     tuple(f"self_attn.{name}_proj" for name in "qkv"), "self_attn.out_proj", "mlp.fc1", "mlp.fc2"
 )
-_LLAVA_TOKEN = 32000
+_UNREAD = (r"embeddings\.position_ids", r"(post_layernorm|head)\..+")
 
 
-def read_llava(config: Mapping[str, Any], text: ModelSpec, fields: Fields) -> PictureSpec | None:
-    """LLaVA with CLIP's encoder: a row before the patches, learned positions, LayerNorms. Some
-    layer gives what two products make tokens of, mostly the last but one. SigLIP's has no such row,
-    and no norm before the first layer.
+def clip_parts(fields: Fields, encoder: str) -> EncoderParts:
+    """CLIP's encoder: a row before the patches, learned positions, LayerNorms. SigLIP's has no such
+    row, and no norm before the first layer.
     """
-    token_id = config.get("image_token_index", config.get("image_token_id", _LLAVA_TOKEN))
-    layer = config.get("vision_feature_layer", -2)
-    layer = layer[0] if isinstance(layer, list) and len(layer) == 1 else layer
-    strategy = config.get("vision_feature_select_strategy", "default")
-    is_token = type(token_id) is int and 0 <= token_id < text.vocab_size
-    encoder = str(fields.config.get("model_type", _CLIP))
-    strategies = {_CLIP: ("default", "full"), _SIGLIP: ("full",)}.get(encoder, ())
-    if not (is_token and type(layer) is int and strategy in strategies):
-        return None
     fields = fields.changed(**{**_USUAL[encoder], **fields.config})
-    has_row = encoder == _CLIP
+    has_row = encoder == CLIP
     sizes = _clip_sizes(fields, is_whole=has_row)
-    layers = layer if layer >= 0 else sizes.layers + 1 + layer
-    if not 1 <= layers <= sizes.layers:
-        fields.refuse(f"no layer of {sizes.layers} is vision_feature_layer {layer}")
-        layers = 1
-    side = fields.positive("image_size") // fields.positive("patch_size")
-    added = int(has_row and strategy == "full")
-    merger = replace(_projector(config, sizes, text, fields), skipped=has_row - added)
-    return PictureSpec(
-        tower=_clip_tower(fields, sizes, layers, merger, text, has_row=has_row),
-        token_id=token_id,
-        form=PictureForm(added=added, tile=side),
-        pixels=fields.positive("image_size"),
+    pixels, patch = fields.positive("image_size"), fields.positive("patch_size")
+    colours = fields.positive("num_channels", COLOURS)
+    rows = has_row + (pixels // patch) ** 2
+    embedding = PatchSpec(
+        "embeddings.patch_embedding",
+        colours * patch**2,
+        sizes.hidden,
+        positions=PositionTable("embeddings.position_embedding", rows),
+        norm=family.layer_norm("pre_layrnorm", sizes) if has_row else None,
+        kernel=(colours, patch, patch),
+        bias=not has_row,
+        first="embeddings.class_embedding" if has_row else "",
+    )
+    layer = plain_layer(sizes, None, _CLIP_NAMES, "layer_norm")
+    return EncoderParts(
+        sizes,
+        embedding,
+        layer,
+        unread=_UNREAD,
+        tile=pixels // patch,
+        pixels=pixels,
+        has_row=has_row,
     )
 
 
@@ -90,46 +81,3 @@ def _clip_sizes(fields: Fields, *, is_whole: bool) -> family.ModelSizes:
     activation = family.read_activation(fields, "hidden_act", fields.config["hidden_act"])
     shape = (inner, layers, heads, heads, max(hidden // heads, 1))
     return family.ModelSizes(1, hidden, *shape, 1, epsilon, True, activation)
-
-
-def _projector(
-    config: Mapping[str, Any], sizes: family.ModelSizes, text: ModelSpec, fields: Fields
-) -> MergerSpec:
-    bias = config.get("multimodal_projector_bias", True) is not False
-    names = ("multi_modal_projector.linear_1", "multi_modal_projector.linear_2")
-    first, last = products(text, names, sizes.hidden, text.hidden_size, bias=bias)
-    key = "projector_hidden_act"
-    activation = family.read_activation(fields, key, config.get(key, "gelu"))
-    return MergerSpec(
-        last, tied=False, first=first, activation=activation, side=1, reads_stream=True
-    )
-
-
-def _clip_tower(
-    fields: Fields,
-    sizes: family.ModelSizes,
-    layers: int,
-    merger: MergerSpec,
-    text: ModelSpec,
-    *,
-    has_row: bool,
-) -> ModelSpec:
-    """The first layers of an encoder, and the way from their last to tokens."""
-    patch = fields.positive("patch_size")
-    colours = fields.positive("num_channels", COLOURS)
-    rows = has_row + (fields.positive("image_size") // patch) ** 2
-    embedding = PatchSpec(
-        "embeddings.patch_embedding",
-        colours * patch**2,
-        sizes.hidden,
-        positions=PositionTable("embeddings.position_embedding", rows),
-        norm=family.layer_norm("pre_layrnorm", sizes) if has_row else None,
-        kernel=(colours, patch, patch),
-        bias=not has_row,
-        first="embeddings.class_embedding" if has_row else "",
-    )
-    beyond = "|".join(map(str, range(layers, sizes.layers))) or "-"
-    layer = plain_layer(sizes, None, _CLIP_NAMES, "layer_norm")
-    norm = NormSpec("post_layernorm", sizes.hidden, sizes.epsilon, kind="layer", has_weight=False)
-    unread = rf"embeddings\.position_ids|(post_layernorm|head)\..+|model\.layers\.({beyond})\..+"
-    return tower(text, embedding, (layer,) * layers, norm, merger, unread)

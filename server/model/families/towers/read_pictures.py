@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from loraplex.server.model.families.fields import Fields
-from loraplex.server.model.families.towers.clip_towers import read_llava
+from loraplex.server.model.families.towers.llava_towers import read_llava, read_mistral3
 from loraplex.server.model.families.towers.qwen_towers import (
     read_qwen2,
     read_qwen3,
@@ -18,6 +18,7 @@ from loraplex.server.model.spec.picture_spec import PictureSpec
 _VISION = "vision_config"
 _READERS: dict[str, ReadPictures] = {
     "llava": read_llava,
+    "mistral3": read_mistral3,
     "qwen2_5_vl": read_qwen25,
     "qwen2_vl": read_qwen2,
     "qwen3_5": read_qwen35,

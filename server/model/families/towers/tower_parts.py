@@ -1,7 +1,7 @@
 """Parts that encoders of pictures share. Pure."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from loraplex.server.model.families import family
 from loraplex.server.model.families.fields import Fields
@@ -16,6 +16,21 @@ ReadPictures = Callable[[Mapping[str, Any], ModelSpec, Fields], PictureSpec | No
 BIASES = family.Biases(qkv=True, o=True, mlp=True)
 # Of a picture, where `config.json` has no number.
 COLOURS = 3
+
+
+class EncoderParts(NamedTuple):
+    """An encoder as `config.json` says it. layer: each of `sizes.layers`. unread: expressions of
+    names, as of ModelSpec. tile, pixels: a side of every picture, in patches and in pixels; 0 =
+    there may be any number. has_row: a row lies before the patches. splits: as of PictureSpec."""
+
+    sizes: family.ModelSizes
+    embedding: PatchSpec
+    layer: LayerSpec
+    unread: tuple[str, ...] = ()
+    tile: int = 0
+    pixels: int = 0
+    has_row: bool = False
+    splits: bool = False
 
 
 def tower(

@@ -14,6 +14,7 @@ from loraplex.server.model.checkpoint.processor_files import TowerForm, read_vis
 from loraplex.server.protocol import ModelCard, PictureForm
 from tests.e2e.picture_model import IMAGE, SIZE, save_all
 
+IDS = {"[IMG]": 10, "[IMG_BREAK]": 12, "[IMG_END]": 13}
 TOWER = TowerForm(1176, 248056, PictureForm(side=2))
 KIND = {"image_processor_type": "Qwen2VLImageProcessor"}
 
@@ -36,7 +37,7 @@ def written(folder: Path, given: dict[str, Any], name: str = "preprocessor_confi
     ],
 )
 def test_numbers_are_those_of_transformers(tmp_path: Path, given: dict[str, Any]) -> None:
-    card = read_vision_card(written(tmp_path, KIND | given), TOWER)
+    card = read_vision_card(written(tmp_path, KIND | given), TOWER, IDS.get)
     processor = Qwen2VLImageProcessorPil.from_pretrained(tmp_path)
     size = processor.size
     assert (card.min_pixels, card.max_pixels) == (size["shortest_edge"], size["longest_edge"])
@@ -65,7 +66,7 @@ SQUARE = {"height": 336, "width": 336}
     ],
 )
 def test_pictures_of_one_size(tmp_path: Path, given: dict[str, Any], shortest: int) -> None:
-    card = read_vision_card(written(tmp_path, CLIP_KIND | given), CLIP_TOWER)
+    card = read_vision_card(written(tmp_path, CLIP_KIND | given), CLIP_TOWER, IDS.get)
     processor = CLIPImageProcessorPil.from_pretrained(tmp_path)
     assert card.shortest_edge == shortest
     assert processor.size["shortest_edge" if shortest else "height"] == (shortest or 336)
@@ -93,15 +94,15 @@ def test_pictures_of_one_size(tmp_path: Path, given: dict[str, Any], shortest: i
 )
 def test_other_sizes_are_refused(tmp_path: Path, given: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        read_vision_card(written(tmp_path, CLIP_KIND | given), CLIP_TOWER)
+        read_vision_card(written(tmp_path, CLIP_KIND | given), CLIP_TOWER, IDS.get)
 
 
 def test_the_nested_file_goes_first(tmp_path: Path) -> None:
     written(tmp_path, KIND | {"max_pixels": 4000})
     written(tmp_path, {"image_processor": KIND | {"max_pixels": 5000}}, "processor_config.json")
-    assert read_vision_card(tmp_path, TOWER).max_pixels == 5000
+    assert read_vision_card(tmp_path, TOWER, IDS.get).max_pixels == 5000
     written(tmp_path, {"processor_class": "Qwen2_5_VLProcessor"}, "processor_config.json")
-    assert read_vision_card(tmp_path, TOWER).max_pixels == 4000
+    assert read_vision_card(tmp_path, TOWER, IDS.get).max_pixels == 4000
 
 
 @pytest.mark.parametrize(
@@ -121,13 +122,13 @@ def test_the_nested_file_goes_first(tmp_path: Path) -> None:
 )
 def test_what_differs_is_refused_by_name(tmp_path: Path, given: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        read_vision_card(written(tmp_path, given), TOWER)
+        read_vision_card(written(tmp_path, given), TOWER, IDS.get)
 
 
 def test_a_model_without_the_file_has_no_card(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="missing"):
-        read_vision_card(tmp_path, TOWER)
+        read_vision_card(tmp_path, TOWER, IDS.get)
 
 
 def card_of(folder: Path) -> ModelCard:

@@ -1,0 +1,111 @@
+"""LLaVA and Mistral 3: encoders whose layer is made tokens of by a projector. Pure."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec.structs import replace
+
+from loraplex.server.model.families import family
+from loraplex.server.model.families.fields import Fields
+from loraplex.server.model.families.towers.clip_towers import CLIP, SIGLIP, clip_parts
+from loraplex.server.model.families.towers.pixtral_towers import PIXTRAL, pixtral_parts
+from loraplex.server.model.families.towers.tower_parts import EncoderParts, products, tower
+from loraplex.server.model.spec.linear_spec import LinearSpec, Part
+from loraplex.server.model.spec.model_spec import ModelSpec, NormSpec
+from loraplex.server.model.spec.picture_spec import MergerSpec, PictureSpec
+from loraplex.server.protocol import PictureForm
+
+# Rows of an encoder's layer that become tokens: all of them, or those behind the first.
+_FULL, _BEHIND = "full", "default"
+_STRATEGIES = {CLIP: (_BEHIND, _FULL), SIGLIP: (_FULL,), PIXTRAL: (_FULL,)}
+_LLAVA_TOKEN, _MISTRAL3_TOKEN = 32000, 10
+_PROJECTOR = "multi_modal_projector"
+
+
+def read_llava(config: Mapping[str, Any], text: ModelSpec, fields: Fields) -> PictureSpec | None:
+    """LLaVA with CLIP's, SigLIP's or Pixtral's encoder. Some layer gives what two products make
+    tokens of, mostly the last but one.
+    """
+    encoder = str(fields.config.get("model_type", CLIP))
+    strategy = config.get("vision_feature_select_strategy", _BEHIND)
+    token_id, layer = _token(config, text, _LLAVA_TOKEN), _feature_layer(config, -2)
+    if token_id is None or layer is None or strategy not in _STRATEGIES.get(encoder, ()):
+        return None
+    parts = pixtral_parts(fields) if encoder == PIXTRAL else clip_parts(fields, encoder)
+    added = int(parts.has_row and strategy == _FULL)
+    merger = _projector(config, parts.sizes, text, fields, bias=True)
+    merger = replace(merger, reads_stream=True, skipped=parts.has_row - added)
+    norm = NormSpec("post_layernorm", parts.sizes.hidden, 1.0, kind="layer", has_weight=False)
+    model = _tower(parts, layer, norm, merger, text, fields)
+    form = PictureForm(added=added, tile=parts.tile)
+    return PictureSpec(model, token_id, form=form, pixels=parts.pixels, splits=parts.splits)
+
+
+def read_mistral3(config: Mapping[str, Any], text: ModelSpec, fields: Fields) -> PictureSpec | None:
+    """Mistral 3: Pixtral's encoder. Normed patches of a square become one by a product, before two
+    more make a token.
+    """
+    token_id, layer = _token(config, text, _MISTRAL3_TOKEN), _feature_layer(config, -1)
+    is_pixtral = fields.config.get("model_type", PIXTRAL) == PIXTRAL
+    if token_id is None or layer is None or not is_pixtral:
+        return None
+    parts = pixtral_parts(fields)
+    side = fields.changed(**config).positive("spatial_merge_size", 2)
+    hidden = parts.sizes.hidden
+    name = f"{_PROJECTOR}.patch_merger.merging_layer"
+    joined = LinearSpec("lm_head", hidden * side**2, (Part(name, hidden),), "none")
+    merger = _projector(config, parts.sizes, text, fields, bias=False)
+    merger = replace(merger, joined=joined, side=side)
+    norm = NormSpec(f"{_PROJECTOR}.norm", hidden, text.norm.epsilon)
+    model = _tower(parts, layer, norm, merger, text, fields)
+    return PictureSpec(model, token_id, form=PictureForm(side), splits=parts.splits)
+
+
+def _token(config: Mapping[str, Any], text: ModelSpec, usual: int) -> int | None:
+    """The placeholder; None where the vocabulary has none."""
+    token_id = config.get("image_token_index", config.get("image_token_id", usual))
+    return token_id if type(token_id) is int and 0 <= token_id < text.vocab_size else None
+
+
+def _feature_layer(config: Mapping[str, Any], usual: int) -> int | None:
+    """The layer that is read, from 0 = what the first one reads, or from the end; None where there
+    are several."""
+    layer = config.get("vision_feature_layer", usual)
+    layer = layer[0] if isinstance(layer, list) and len(layer) == 1 else layer
+    return layer if type(layer) is int else None
+
+
+def _projector(
+    config: Mapping[str, Any],
+    sizes: family.ModelSizes,
+    text: ModelSpec,
+    fields: Fields,
+    *,
+    bias: bool,
+) -> MergerSpec:
+    """bias: where `config.json` says nothing."""
+    bias = config.get("multimodal_projector_bias", bias) is not False
+    names = (f"{_PROJECTOR}.linear_1", f"{_PROJECTOR}.linear_2")
+    first, last = products(text, names, sizes.hidden, text.hidden_size, bias=bias)
+    key = "projector_hidden_act"
+    activation = family.read_activation(fields, key, config.get(key, "gelu"))
+    return MergerSpec(last, tied=False, first=first, activation=activation, side=1)
+
+
+def _tower(
+    parts: EncoderParts,
+    layer: int,
+    norm: NormSpec,
+    merger: MergerSpec,
+    text: ModelSpec,
+    fields: Fields,
+) -> ModelSpec:
+    """The first layers of an encoder, and the way from their last to tokens."""
+    most = parts.sizes.layers
+    layers = layer if layer >= 0 else most + 1 + layer
+    if not 1 <= layers <= most:
+        fields.refuse(f"no layer of {most} is vision_feature_layer {layer}")
+        layers = 1
+    beyond = "|".join(map(str, range(layers, most))) or "-"
+    unread = "|".join((*parts.unread, rf"model\.layers\.({beyond})\..+"))
+    return tower(text, parts.embedding, (parts.layer,) * layers, norm, merger, unread)

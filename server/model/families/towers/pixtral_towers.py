@@ -1,0 +1,69 @@
+"""Pixtral's encoder. Pure."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec.structs import replace
+
+from loraplex.server.model.families import family
+from loraplex.server.model.families.fields import Fields
+from loraplex.server.model.families.towers.tower_parts import COLOURS, EncoderParts
+from loraplex.server.model.spec.model_spec import LayerSpec, NormSpec, RopeSpec
+from loraplex.server.model.spec.picture_spec import PatchSpec
+
+PIXTRAL = "pixtral"
+_EPSILON = 1e-5
+_USUAL: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "patch_size": 16,
+    "hidden_act": "gelu",
+}
+
+
+def pixtral_parts(fields: Fields) -> EncoderParts:
+    """Patches of a picture of any size that all see each other: RMS norms, gated MLPs, rotation by
+    height and width, whose frequencies take turns.
+    """
+    fields = fields.changed(**{**_USUAL, **fields.config})
+    hidden, inner, layers, heads, patch = (fields.positive(key) for key in [*_USUAL][:5])
+    if hidden % (4 * heads):
+        fields.refuse("hidden_size must be a multiple of 4 * num_attention_heads")
+        heads = 1
+    fields.only("head_dim", hidden // heads)
+    activation = family.read_activation(fields, "hidden_act", fields.config["hidden_act"])
+    shape = (inner, layers, heads, heads, hidden // heads)
+    sizes = family.ModelSizes(1, hidden, *shape, 1, _EPSILON, is_sound=True, activation=activation)
+    colours = fields.positive("num_channels", COLOURS)
+    embedding = PatchSpec(
+        "patch_conv",
+        colours * patch**2,
+        hidden,
+        norm=NormSpec("ln_pre", hidden, _EPSILON),
+        kernel=(colours, patch, patch),
+    )
+    return EncoderParts(sizes, embedding, _layer(sizes, _rope(fields)), splits=True)
+
+
+def _layer(sizes: family.ModelSizes, rope: RopeSpec) -> LayerSpec:
+    of, mlp = family.attention(sizes, rope), family.mlp(sizes)
+    qkv = family.with_paths(of.qkv, *(f"attention.{name}_proj" for name in "qkv"))
+    of = replace(of, qkv=qkv, o=family.with_paths(of.o, "attention.o_proj"))
+    gate_up = family.with_paths(mlp.gate_up, *(f"feed_forward.{n}_proj" for n in ("gate", "up")))
+    mlp = replace(mlp, gate_up=gate_up, down=family.with_paths(mlp.down, "feed_forward.down_proj"))
+    names = ("attention_norm", "ffn_norm")
+    norms = family.NormPlaces(*(NormSpec(name, sizes.hidden, _EPSILON) for name in names))
+    return family.layer(sizes, of, mlp, norms)
+
+
+def _rope(fields: Fields) -> RopeSpec:
+    config: Mapping[str, Any] = fields.config
+    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    table = fields.table(config, key)
+    kind = table.get("rope_type", table.get("type", "axial"))
+    if kind not in ("axial", "default"):
+        fields.refuse(f"{key}: rope_type must be axial, got {kind!r}")
+    theta = fields.number({**config, **table}, "rope_theta", 10_000.0)
+    return RopeSpec("default", theta)

@@ -1,17 +1,24 @@
-"""A tiny random LLaVA with its tokenizer, processor file and an adapter, and greedy answers of
-transformers about pictures."""
+"""A tiny random LLaVA or Mistral 3 with its tokenizer, processor files and an adapter, and greedy
+answers of transformers about pictures."""
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft import PeftModel
 from PIL import Image, ImageOps
-from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedTokenizerFast
+from transformers import (
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    PreTrainedTokenizerFast,
+)
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
 from tests.e2e.picture_model import ADAPTERS, answer_of
 from tests.router.fake_worker import make_tokenizer
@@ -19,7 +26,7 @@ from tests.server.model.hub_models import SIZES, add_adapter, random_model
 
 END, IMAGE = 258, 259
 # As LLaVA 1.5 has it.
-TEMPLATE = (
+_LLAVA_TEMPLATE = (
     "{% for message in messages %}{% if message['role'] != 'system' %}"
     "{{ message['role'].upper() + ': '}}{% endif %}"
     "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}"
@@ -28,58 +35,113 @@ TEMPLATE = (
     "{{ content['text'] + ' '}}{% endfor %}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
 )
+# Of Mistral Small 3.1, for users alone.
+_MISTRAL_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}"
+    "{% if message['content'] is string %}{{ '[INST]' + message['content'] + '[/INST]' }}{% else %}"
+    "{{ '[INST]' }}{% for block in message['content'] %}{% if block['type'] == 'text' %}"
+    "{{ block['text'] }}{% elif block['type'] in ['image', 'image_url'] %}{{ '[IMG]' }}"
+    "{% endif %}{% endfor %}{{ '[/INST]' }}{% endif %}{% endif %}{% endfor %}"
+)
 ADAPTER = "two"
-_SIDE, _TOKENS = 32, 16
-_VISION = {
-    "model_type": "clip_vision_model",
+_SIDE, _PATCH = 32, 8
+_PIXTRAL: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 24,
     "num_hidden_layers": 3,
     "num_attention_heads": 2,
-    "image_size": _SIDE,
-    "patch_size": 8,
+    "patch_size": _PATCH,
     "initializer_range": 0.15,
+}
+_CLIP = {**_PIXTRAL, "model_type": "clip_vision_model", "image_size": _SIDE}
+
+
+class Kind(NamedTuple):
+    """A type of model. tokens: added ones; the second is the placeholder. expand: the text of a
+    picture, from what its processor gives and the picture's number."""
+
+    config: Callable[..., Any]
+    model: Any
+    vision: dict[str, Any]
+    template: str
+    tokens: tuple[str, ...]
+    processor: Any
+    expand: Callable[[dict[str, Any], int], str]
+    around: dict[str, Any] = {}
+
+
+def _rows(inputs: dict[str, Any], number: int) -> str:
+    high, wide = (int(side) // (2 * _PATCH) for side in inputs["image_sizes"][number])
+    rows = ["[IMG]" * wide] * high
+    return "[IMG_BREAK]".join(rows) + "[IMG_END]"
+
+
+_SQUARE = {"height": _SIDE, "width": _SIDE}
+KINDS = {
+    "llava": Kind(
+        LlavaConfig,
+        LlavaForConditionalGeneration,
+        _CLIP,
+        _LLAVA_TEMPLATE,
+        ("</s>", "<image>"),
+        CLIPImageProcessorPil(size={"shortest_edge": _SIDE}, crop_size=_SQUARE),
+        lambda inputs, number: "<image>" * (_SIDE // _PATCH) ** 2,
+    ),
+    "mistral3": Kind(
+        Mistral3Config,
+        Mistral3ForConditionalGeneration,
+        {**_PIXTRAL, "model_type": "pixtral"},
+        _MISTRAL_TEMPLATE,
+        ("</s>", "[IMG]", "[IMG_BREAK]", "[IMG_END]", "[INST]", "[/INST]"),
+        # The processor around it has its own patches.
+        PixtralImageProcessorPil(
+            size={"longest_edge": 256}, patch_size={"height": 16, "width": 16}
+        ),
+        _rows,
+        {"patch_size": _PATCH, "spatial_merge_size": 2},
+    ),
 }
 
 
-def save_llava(folder: Path) -> None:
+def save_llava(folder: Path, kind: Kind) -> None:
     """Makes `base`, and the adapter in a folder of its name."""
-    base = random_model(_config, LlavaForConditionalGeneration, 5)
+
+    def config(**ignored: Any) -> Any:
+        name = "llama" if kind.config is LlavaConfig else "mistral"
+        vocab = END + len(kind.tokens)
+        text = {**SIZES, "model_type": name, "vocab_size": vocab, "eos_token_id": END}
+        return kind.config(
+            text_config={**text, "max_position_embeddings": 1024},
+            vision_config=kind.vision,
+            image_token_index=IMAGE,
+            tie_word_embeddings=False,
+        )
+
+    base = random_model(config, kind.model, 5)
     base.save_pretrained(folder / "base")
     tokenizer = make_tokenizer()
-    tokenizer.add_special_tokens(["</s>", "<image>"])
-    kind: Any = PreTrainedTokenizerFast
-    saved = kind(tokenizer_object=tokenizer, eos_token="</s>")
-    saved.chat_template = TEMPLATE
+    tokenizer.add_special_tokens([*kind.tokens])
+    made_of: Any = PreTrainedTokenizerFast
+    saved = made_of(tokenizer_object=tokenizer, eos_token="</s>", bos_token="</s>")
+    saved.chat_template = kind.template
     saved.save_pretrained(folder / "base")
-    size = {"height": _SIDE, "width": _SIDE}
-    processor = CLIPImageProcessorPil(size={"shortest_edge": _SIDE}, crop_size=size)
-    processor.save_pretrained(folder / "base")
+    kind.processor.save_pretrained(folder / "base")
+    if kind.around:
+        (folder / "base" / "processor_config.json").write_text(json.dumps(kind.around))
     (folder / "base" / "generation_config.json").write_text(json.dumps({"eos_token_id": END}))
     made: Any = add_adapter(base, ADAPTER, ADAPTERS[ADAPTER], 1)
     made.save_pretrained(str(folder), selected_adapters=[ADAPTER])
 
 
-def _config(**ignored: Any) -> LlavaConfig:
-    text = {**SIZES, "model_type": "llama", "vocab_size": IMAGE + 1, "eos_token_id": END}
-    return LlavaConfig(
-        text_config={**text, "max_position_embeddings": 1024},
-        vision_config=_VISION,
-        image_token_index=IMAGE,
-        tie_word_embeddings=False,
-    )
-
-
 class LlavaOracle:
     """transformers and PEFT on the saved folder, in float32."""
 
-    def __init__(self, folder: Path) -> None:
-        kind: Any = LlavaForConditionalGeneration
-        base = kind.from_pretrained(folder / "base", dtype="float32")
+    def __init__(self, folder: Path, kind: Kind) -> None:
+        base = kind.model.from_pretrained(folder / "base", dtype="float32")
         self.model: Any = PeftModel.from_pretrained(base, folder / ADAPTER, adapter_name=ADAPTER)
         self.model.train(False)
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "base")
-        self.processor = CLIPImageProcessorPil.from_pretrained(folder / "base")
+        self._kind = kind
 
     def chat(self, content: Sequence[dict[str, Any]]) -> str:
         """The prompt of a user's message."""
@@ -94,10 +156,12 @@ class LlavaOracle:
         self, prompt: str, files: Sequence[bytes], *, adapted: bool, most: int
     ) -> tuple[list[int], list[int]]:
         """Ids of the prompt and of the greedy answer."""
-        text = prompt.replace("<image>", "<image>" * _TOKENS)
-        ids = torch.tensor([self.tokenizer(text, add_special_tokens=False)["input_ids"]])
         seen = [ImageOps.exif_transpose(Image.open(io.BytesIO(data))) for data in files]
-        inputs = dict(self.processor(seen, return_tensors="pt")) if files else {}
+        inputs = dict(self._kind.processor(seen, return_tensors="pt")) if files else {}
+        before, *behind = prompt.split(self._kind.tokens[1])
+        for number, part in enumerate(behind):
+            before += self._kind.expand(inputs, number) + part
+        ids = torch.tensor([self.tokenizer(before, add_special_tokens=False)["input_ids"]])
         options: dict[str, Any] = {"max_new_tokens": most, "do_sample": False, "pad_token_id": 0}
         options |= {"bad_words_ids": [[IMAGE]], "input_ids": ids, **inputs}
         return ids[0].tolist(), answer_of(self.model, ADAPTER if adapted else None, options)

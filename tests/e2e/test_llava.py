@@ -1,10 +1,10 @@
-"""Images by HTTP with LLaVA: answers about them are transformers' and PEFT's, token by token."""
+"""Images by HTTP with LLaVA and Mistral 3: answers are as of transformers and PEFT, by tokens."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.llava_model import ADAPTER, IMAGE, LlavaOracle, save_llava
+from tests.e2e.llava_model import ADAPTER, IMAGE, KINDS, LlavaOracle, save_llava
 from tests.e2e.serving import running_folder
 from tests.e2e.test_images import FILES, parts, post
 from tests.router.pictures.seeing import data_url
@@ -24,9 +24,10 @@ CHATS = [
 ]
 
 
-def test_chats_and_markdown_are_those_of_transformers(tmp_path: Path) -> None:
-    save_llava(tmp_path)
-    oracle = LlavaOracle(tmp_path)
+@pytest.mark.parametrize("kind", KINDS)
+def test_chats_and_markdown_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    save_llava(tmp_path, KINDS[kind])
+    oracle, place = LlavaOracle(tmp_path, KINDS[kind]), KINDS[kind].tokens[1]
     with running_folder(tmp_path, [ADAPTER]) as serving:
         for model, content in CHATS:
             sent, read, files = parts(*content)
@@ -41,7 +42,7 @@ def test_chats_and_markdown_are_those_of_transformers(tmp_path: Path) -> None:
             wishes = {"max_new_tokens": MOST, "details": True, "adapter_id": adapter}
             generated = post(serving, "/generate", {"inputs": marked, "parameters": wishes})
             prompt, answer = oracle.answer(
-                "<image>\nWhat?", [FILES["wide"]], adapted=adapter is not None, most=MOST
+                f"{place}\nWhat?", [FILES["wide"]], adapted=adapter is not None, most=MOST
             )
             details = generated["details"]
             assert details["prompt_tokens"] == len(prompt)

@@ -177,10 +177,9 @@ def _of_pixtral(
     if None in ends:
         raise ValueError(f"the tokenizer has not all of {shown([*names.values()])}")
     size = given.get("size", {_LONGEST: _LONGEST_USUAL})
-    said = {k: n for k, n in size.items() if n is not None} if isinstance(size, Mapping) else {}
-    if [*said] != [_LONGEST]:
+    if not isinstance(size, Mapping) or [*size] != [_LONGEST]:
         raise ValueError(f"size must be {_LONGEST} alone, got {shown(size)}")
-    longest = _count(said, _LONGEST, _LONGEST_USUAL)
+    longest = _count(size, _LONGEST, _LONGEST_USUAL)
     if not _LEAST_LONGEST <= longest <= math.isqrt(_CEILING):
         raise ValueError(f"size is out of range: {longest}")
     return {

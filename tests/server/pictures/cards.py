@@ -26,6 +26,18 @@ QWEN3 = msgspec.structs.replace(
     std=(0.5, 0.5, 0.5),
 )
 
+PIXTRAL = VisionCard(
+    rule="pixtral",
+    patch_size=14,
+    temporal_patch_size=1,
+    form=PictureForm(side=2),
+    mean=QWEN.mean,
+    std=QWEN.std,
+    token_id=10,
+    longest_edge=1540,
+    row_ends=(12, 13),
+)
+
 CLIP = VisionCard(
     rule="clip",
     patch_size=14,

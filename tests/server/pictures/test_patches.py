@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-from loraplex.server.protocol import VisionCard, read_picture_head
+from loraplex.server.protocol import PictureForm, VisionCard, read_picture_head
 from loraplex.server.worker.pictures.decoding import outcome
 from loraplex.server.worker.pictures.jobs import DecodeJob
 from loraplex.server.worker.pictures.patches import write_patches
-from tests.server.pictures.cards import CLIP, QWEN, QWEN3, SIGLIP
+from tests.server.pictures.cards import CLIP, PIXTRAL, QWEN, QWEN3, SIGLIP
 from tests.server.pictures.files import MODES, written
 
 SMALL = msgspec.structs.replace(QWEN, max_pixels=50000)
@@ -30,7 +31,13 @@ CLIPS = {
     "siglip": SIGLIP,
     "part": msgspec.structs.replace(CLIP, patch_size=8, shortest_edge=75, crop_size=40),
 }
-CARDS = {"small": SMALL, "small3": SMALL3, **CLIPS}
+PIXTRALS = {
+    "pixtral": msgspec.structs.replace(PIXTRAL, longest_edge=300),
+    "pixtral12": msgspec.structs.replace(
+        PIXTRAL, patch_size=16, form=PictureForm(), longest_edge=440
+    ),
+}
+CARDS = {"small": SMALL, "small3": SMALL3, **CLIPS, **PIXTRALS}
 
 
 def patches_of(data: bytes, card: VisionCard) -> tuple[np.ndarray, tuple[int, int, int]]:
@@ -47,6 +54,11 @@ def expected(data: bytes, card: VisionCard) -> tuple[np.ndarray, tuple[int, ...]
     picture = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
     if card.rule == "clip":
         return expected_of_clip(picture, card)
+    if card.rule == "pixtral":
+        unit = {"height": card.unit, "width": card.unit}
+        size = {"longest_edge": card.longest_edge}
+        processor: Any = PixtralImageProcessorPil(patch_size=unit, size=size)
+        return cut(processor(picture, return_tensors="np")["pixel_values"][0], card)
     size = {"shortest_edge": card.min_pixels, "longest_edge": card.max_pixels}
     colours: dict[str, Any] = {"image_mean": [*card.mean], "image_std": [*card.std]}
     processor = Qwen2VLImageProcessorPil(size=size, patch_size=card.patch_size, **colours)
@@ -64,10 +76,16 @@ def expected_of_clip(picture: Image.Image, card: VisionCard) -> tuple[np.ndarray
             size={"shortest_edge": card.shortest_edge}, crop_size=square
         )
     pixels = processor(picture, return_tensors="np")["pixel_values"][0]
-    count = side // patch
-    whole = pixels[:, : count * patch, : count * patch]
-    cut = whole.reshape(3, count, patch, count, patch).transpose(1, 3, 0, 2, 4)
-    return cut.reshape(count**2, -1), (1, count, count)
+    seen = side // patch * patch
+    return cut(pixels[:, :seen, :seen], card)
+
+
+def cut(pixels: np.ndarray, card: VisionCard) -> tuple[np.ndarray, tuple[int, ...]]:
+    """Patches of `[3, height, width]`, token by token."""
+    side, patch = card.form.side, card.patch_size
+    high, wide = (length // patch for length in pixels.shape[1:])
+    found = pixels.reshape(3, high // side, side, patch, wide // side, side, patch)
+    return found.transpose(1, 4, 2, 5, 0, 3, 6).reshape(high * wide, -1), (1, high, wide)
 
 
 @pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
@@ -120,7 +138,7 @@ def test_pictures_of_packages_are_read_as_by_transformers() -> None:
             QWEN.grid(head.width, head.height)
         except ValueError:
             continue  # another format by its name, or too long and thin
-        for card in (QWEN, CLIP):
+        for card in (QWEN, CLIP, PIXTRAL):
             patches, grid = patches_of(data, card)
             wanted, wanted_grid = expected(data, card)
             assert grid == wanted_grid, path
@@ -139,7 +157,7 @@ def test_many_sizes_are_read_as_by_transformers() -> None:
             continue
         turned = 1 if kind == "GIF" else generator.randint(1, 8)
         data = written(kind, generator.choice(MODES[kind]), width, height, seed, turned)
-        for card in (QWEN, CLIP):
+        for card in (QWEN, CLIP, PIXTRAL):
             patches, grid = patches_of(data, card)
             wanted, wanted_grid = expected(data, card)
             assert grid == wanted_grid, (kind, width, height)

@@ -1,20 +1,26 @@
 """Vision cards against transformers' reading of the same files."""
 
+import importlib
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.pixtral import image_processing_pil_pixtral as pil_pixtral
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from loraplex.server.model.card import model_card
 from loraplex.server.model.checkpoint.processor_files import TowerForm, read_vision_card
-from loraplex.server.protocol import ModelCard, PictureForm
+from loraplex.server.protocol import ModelCard, PictureForm, VisionCard
 from tests.e2e.picture_model import IMAGE, SIZE, save_all
 
 IDS = {"[IMG]": 10, "[IMG_BREAK]": 12, "[IMG_END]": 13}
+NAMES = ("image_token", "image_break_token", "image_end_token")
 TOWER = TowerForm(1176, 248056, PictureForm(side=2))
 KIND = {"image_processor_type": "Qwen2VLImageProcessor"}
 
@@ -95,6 +101,63 @@ def test_pictures_of_one_size(tmp_path: Path, given: dict[str, Any], shortest: i
 def test_other_sizes_are_refused(tmp_path: Path, given: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         read_vision_card(written(tmp_path, CLIP_KIND | given), CLIP_TOWER, IDS.get)
+
+
+ROWS_TOWER = TowerForm(3 * 14 * 14, 10, PictureForm(side=2))
+ROWS_KIND = {"image_processor_type": "PixtralImageProcessorFast"}
+AROUND = {"patch_size": 14, "spatial_merge_size": 2}
+
+
+def of_rows(folder: Path, given: dict[str, Any], around: dict[str, Any]) -> VisionCard:
+    written(folder, {**AROUND, **around}, "processor_config.json")
+    return read_vision_card(written(folder, ROWS_KIND | given), ROWS_TOWER, IDS.get)
+
+
+@pytest.mark.parametrize("given", [{}, {"size": {"longest_edge": 1540}, "patch_size": 14}])
+def test_pictures_with_ends_of_rows(
+    tmp_path: Path, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = of_rows(tmp_path, given, {})
+    processor = PixtralImageProcessorPil.from_pretrained(tmp_path)
+    assert card.longest_edge == processor.size["longest_edge"]
+    assert (list(card.mean), list(card.std)) == (
+        list(processor.image_mean),
+        list(processor.image_std),
+    )
+    # Without torchvision transformers can read neither.
+    monkeypatch.setitem(
+        sys.modules, f"{pil_pixtral.__package__}.image_processing_pixtral", pil_pixtral
+    )
+    place = importlib.import_module(
+        f"{pil_pixtral.__package__}.processing_pixtral"
+    ).PixtralProcessor
+    names = SimpleNamespace(
+        **AROUND, **{name: f"{key} " for key, name in zip(IDS, NAMES, strict=True)}
+    )
+    for grid in ((1, 2, 2), (1, 8, 6), (1, 2, 10)):
+        sizes = {"image_sizes": [[14 * patches for patches in grid[1:]]]}
+        text = place.replace_image_token(names, sizes, 0)
+        assert card.ids(grid) == [IDS[token] for token in text.split()]
+
+
+@pytest.mark.parametrize(
+    ("given", "around", "words"),
+    [
+        ({"size": {"height": 300, "width": 400}}, {}, "size must be longest_edge alone"),
+        ({"size": 300}, {}, "size must be longest_edge alone"),
+        ({"size": {"longest_edge": 100}}, {}, "size is out of range"),
+        ({"do_center_crop": True}, {}, "do_center_crop must be False"),
+        ({}, {"spatial_merge_size": 1}, "spatial_merge_size must be 2"),
+        ({}, {"patch_size": 16}, "patches of 768 numbers do not suit"),
+        ({}, {"image_token": "[IMG_END]"}, "another than config.json's"),
+        ({}, {"image_break_token": "[ROW]"}, "the tokenizer has not all of"),
+    ],
+)
+def test_other_rows_are_refused(
+    tmp_path: Path, given: dict[str, Any], around: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        of_rows(tmp_path, given, around)
 
 
 def test_the_nested_file_goes_first(tmp_path: Path) -> None:

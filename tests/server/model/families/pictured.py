@@ -11,6 +11,8 @@ from peft import LoraConfig, PeftModel
 from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
     PreTrainedModel,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
@@ -35,7 +37,7 @@ from tests.server.model.engine import Engine
 from tests.server.model.hub_models import SIZES, VOCAB, add_adapter, random_model, save_model
 from tests.server.model.slabs import pack
 
-TOKEN, OPENS, CLOSES, VIDEO = 90, 92, 93, 91
+TOKEN, OPENS, CLOSES, VIDEO, BREAK = 90, 92, 93, 91, 94
 TOLERANCE = 1e-4
 PATCH = 4
 VISION: dict[str, Any] = {
@@ -93,6 +95,22 @@ def llava(strategy: Literal["default", "full"], kind: str = "clip", **text: Any)
     )
 
 
+def pixtral(config: Any, **text: Any) -> Any:
+    vision = {key: VISION[key] for key in ("hidden_size", "intermediate_size", "patch_size")}
+    vision |= {"num_hidden_layers": 3, "num_attention_heads": 2, "initializer_range": 0.15}
+    text |= {"model_type": "mistral", "sliding_window": None}
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}
+    beside = {"vision_feature_select_strategy": "full"} if config is LlavaConfig else {}
+    return config(
+        text_config=text,
+        vision_config={**vision, "model_type": "pixtral"},
+        image_token_index=TOKEN,
+        vision_feature_layer=-1,
+        tie_word_embeddings=False,
+        **beside,
+    )
+
+
 def qwen3(config: Any = Qwen3VLConfig, **text: Any) -> Any:
     vision = {**VISION, "out_hidden_size": text["hidden_size"], "num_position_embeddings": 25}
     vision |= {"deepstack_visual_indexes": [0, 2]}
@@ -125,6 +143,8 @@ KINDS: dict[str, tuple[Any, Any]] = {
     "llava": (partial(llava, "default"), LlavaForConditionalGeneration),
     "llava_siglip": (partial(llava, "full", "siglip"), LlavaForConditionalGeneration),
     "llava_full": (partial(llava, "full"), LlavaForConditionalGeneration),
+    "llava_pixtral": (partial(pixtral, LlavaConfig), LlavaForConditionalGeneration),
+    "mistral3": (partial(pixtral, Mistral3Config), Mistral3ForConditionalGeneration),
     "qwen2_5_vl": (qwen25, Qwen2_5_VLForConditionalGeneration),
     "qwen2_vl": (qwen2, Qwen2VLForConditionalGeneration),
     "qwen3_5": (qwen35, Qwen3_5ForConditionalGeneration),
@@ -142,37 +162,59 @@ def make_pictured(kind: str = "qwen2_5_vl", **text: Any) -> PreTrainedModel:
 
 class Picture:
     """Patches as a processor gives them; grid: by (time, height, width). side: of the square of
-    patches that becomes a token. added: tokens beside those of patches."""
+    patches that becomes a token. added: tokens beside those of patches. has_breaks: a further token
+    stands between its rows."""
 
     def __init__(
-        self, name: str, height: int, width: int, side: int = 2, frames: int = 2, added: int = 0
+        self,
+        name: str,
+        height: int,
+        width: int,
+        side: int = 2,
+        frames: int = 2,
+        added: int = 0,
+        has_breaks: bool = False,
     ) -> None:
         generator = torch.Generator().manual_seed(int.from_bytes(name.encode()[:4], "little"))
         self.name, self.grid = name, (1, height, width)
-        self.side, self.added = side, added
+        self.side, self.added, self.has_breaks = side, added, has_breaks
         columns = 3 * frames * PATCH**2
         self.patches = torch.randn(height * width, columns, generator=generator)
 
     @property
-    def tokens(self) -> int:
-        return self.grid[1] * self.grid[2] // self.side**2 + self.added
+    def ids(self) -> list[int]:
+        high, wide = (patches // self.side for patches in self.grid[1:])
+        if self.has_breaks:
+            return ([*[TOKEN] * wide, BREAK] * high)[:-1]
+        return [TOKEN] * (high * wide + self.added)
 
     @property
     def pixels(self) -> torch.Tensor:
         """What patches of one frame were cut from: `[3, height, width]`."""
-        cut = self.patches.view(*self.grid[1:], 3, PATCH, PATCH)
-        return cut.permute(2, 0, 3, 1, 4).flatten(1, 2).flatten(2)
+        side, (high, wide) = self.side, self.grid[1:]
+        cut = self.patches.view(high // side, wide // side, side, side, 3, PATCH, PATCH)
+        return cut.permute(4, 0, 2, 5, 1, 3, 6).reshape(3, high * PATCH, wide * PATCH)
 
 
 _GRIDS = {"a": (6, 10), "b": (8, 4), "c": (2, 2), "d": (4, 16), "e": (12, 6)}
 PICTURES = {name: Picture(name, *size) for name, size in _GRIDS.items()}
-# Beginnings of names, of kinds whose pictures have one size.
+# Beginnings of names, of kinds that read other pictures.
 SQUARES = {"llava": "square of ", "llava_siglip": "square of ", "llava_full": "square and row of "}
 PICTURES |= {
     before + name: Picture(name + before, 4, 4, side=1, frames=1, added=added)
     for added, before in enumerate(dict.fromkeys(SQUARES.values()))
     for name in _GRIDS
 }
+
+ROWS = {"llava_pixtral": "fine rows of ", "mistral3": "rows of "}
+PICTURES |= {
+    before + name: Picture(
+        name + before, high * side // 2, wide * side // 2, side, frames=1, has_breaks=True
+    )
+    for side, before in enumerate(ROWS.values(), 1)
+    for name, (high, wide) in _GRIDS.items()
+}
+BEFORE = SQUARES | ROWS
 
 
 def text(length: int, seed: int) -> list[int]:
@@ -186,8 +228,8 @@ def pictured(parts: Sequence[list[int] | str], **changes: Any) -> GenerateReques
     for part in parts:
         if isinstance(part, str):
             picture = PICTURES[part]
-            spans.append(PictureSpan(len(ids) + 1, picture.tokens, part, picture.grid))
-            ids += [OPENS, *[TOKEN] * picture.tokens, CLOSES]
+            spans.append(PictureSpan(len(ids) + 1, len(picture.ids), part, picture.grid))
+            ids += [OPENS, *picture.ids, CLOSES]
         else:
             ids += part
     wishes: dict[str, Any] = {"temperature": 0.0, "logprobs": VOCAB, "prompt_logprobs": 0}
@@ -210,7 +252,17 @@ def reference(
         kinds = torch.zeros_like(inputs["input_ids"])
         for span in request.pictures:
             kinds[0, span.start : span.start + span.length] = 1
-        if of[0].side == 1:
+        if of[0].has_breaks:
+            sizes = [picture.pixels.shape[1:] for picture in of]
+            most = torch.tensor(sizes).amax(0).tolist()
+            inputs["image_sizes"] = torch.tensor(sizes)
+            inputs["pixel_values"] = torch.stack(
+                [
+                    torch.nn.functional.pad(p.pixels, (0, most[1] - wide, 0, most[0] - high))
+                    for p, (high, wide) in zip(of, sizes, strict=True)
+                ]
+            )
+        elif of[0].side == 1:
             side = model.config.vision_config.image_size
             beside = (0, side - of[0].pixels.shape[2], 0, side - of[0].pixels.shape[1])
             pixels = torch.stack([picture.pixels for picture in of])
@@ -279,7 +331,7 @@ class Pictured:
     ) -> None:
         base = make_pictured(kind)
         self.has_states = kind in STATEFUL
-        self._before = SQUARES.get(kind, "")
+        self._before = BEFORE.get(kind, "")
         self.driver: Driver = make_driver(save_model(base, folder))
         self.oracle: PeftModel = add_adapter(base, "one", LoraConfig(**LORA["one"]), 1)
         self.oracle = add_adapter(self.oracle, "two", LoraConfig(**LORA["two"]), 2)
@@ -326,8 +378,11 @@ class Pictured:
             assert (row - expected[place]).abs().max().item() < TOLERANCE
         scored = events[0].prompt_logprobs or ()
         assert len(scored) == (0 if request.accepted_ids else len(request.prompt_ids))
+        of_pictures = {
+            at for span in request.pictures for at in range(span.start, span.start + span.length)
+        }
         for place, logprob in enumerate(scored[1:]):
-            if logprob.token_id == TOKEN:
+            if place + 1 in of_pictures:
                 assert logprob.logprob is None
             else:
                 wanted = expected[place, logprob.token_id].item()

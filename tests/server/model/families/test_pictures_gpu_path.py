@@ -8,8 +8,8 @@ from peft import LoraConfig
 
 from tests.server.model.driver import Driver
 from tests.server.model.families.pictured import (
+    BEFORE,
     LORA,
-    SQUARES,
     STATEFUL,
     TOLERANCE,
     Packed,
@@ -37,6 +37,7 @@ pytestmark = [
         ("fa2", "qwen3_vl", 3),
         pytest.param("fa3", "qwen2_5_vl", 2, marks=pytest.mark.exhaustive),
         pytest.param("fa2", "llava", 2, marks=pytest.mark.exhaustive),
+        pytest.param("fa2", "mistral3", 2, marks=pytest.mark.exhaustive),
         pytest.param("fa2", "qwen3_5", 3, marks=pytest.mark.exhaustive),
     ],
 )
@@ -51,7 +52,7 @@ def test_graphs_and_steps_outside(
     packed = {"one": Packed(*pack(add_adapter(again, "one", adapters["one"], 1), "one"))}
     with small_pair(model, adapters, tmp_path, monkeypatch, backend=backend) as pair:
         digest = packed["one"].layout.digest
-        before = SQUARES.get(kind, "")
+        before = BEFORE.get(kind, "")
         requests = [
             pictured([text(2, 0), before + "b", text(3, 1)], max_tokens=4),
             pictured([text(4, 2), before + "a", before + "c"], adapter=digest, max_tokens=4),

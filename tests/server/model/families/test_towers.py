@@ -38,6 +38,7 @@ QWEN = FAMILIES["qwen2_5_vl"].config
 QWEN3 = FAMILIES["qwen3_vl"].config
 QWEN2 = FAMILIES["qwen2_vl"].config
 LLAVA = FAMILIES["llava"].config
+MISTRAL3 = FAMILIES["mistral3"].config
 CPU = torch.device("cpu")
 
 
@@ -47,6 +48,11 @@ def qwen(vision: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]
 
 def llava(vision: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
     return {**LLAVA, "vision_config": {**LLAVA["vision_config"], **(vision or {})}, **changes}
+
+
+def mistral3(vision: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    vision = {**MISTRAL3["vision_config"], **(vision or {})}
+    return {**MISTRAL3, "vision_config": vision, **changes}
 
 
 def parameters_of_tower(model: ModelSpec) -> float:
@@ -78,6 +84,7 @@ def test_qwen25_of_seven_billion_parameters() -> None:
         ("qwen3_vl", 1536, 576.4e6),
         ("qwen3_vl_moe", 1536, 538.5e6),
         ("llava", 588, 311.9e6),
+        ("mistral3", 588, 439.0e6),
     ],
 )
 def test_towers_without_windows(family: str, columns: int, parameters: float) -> None:
@@ -136,6 +143,12 @@ def qwen3(**vision: Any) -> dict[str, Any]:
         (llava(projector_hidden_act="snake"), "projector_hidden_act must be one of"),
         (llava(vision_feature_layer=-25), "no layer of 24 is vision_feature_layer -25"),
         (llava(vision_feature_layer=25), "no layer of 24 is vision_feature_layer 25"),
+        (mistral3({"head_dim": 32}), "head_dim must be 64, got 32"),
+        (mistral3({"num_attention_heads": 3}), "hidden_size must be a multiple of 4"),
+        (mistral3({"patch_size": [14, 14]}), "patch_size must be a positive integer"),
+        (mistral3({"rope_parameters": {"rope_type": "yarn"}}), "rope_type must be axial"),
+        (mistral3(spatial_merge_size=0), "spatial_merge_size must be a positive integer"),
+        (mistral3(vision_feature_layer=-30), "no layer of 24 is vision_feature_layer -30"),
     ],
 )
 def test_refused_by_name(config: dict[str, Any], words: str) -> None:
@@ -150,7 +163,11 @@ def test_refused_by_name(config: dict[str, Any], words: str) -> None:
         {key: value for key, value in QWEN.items() if key != "vision_config"},
         FAMILIES["glm4v"].config,
         llava({"model_type": "siglip_vision_model"}),  # whose every row is a patch
-        llava({"model_type": "pixtral"}),
+        llava({"model_type": "pixtral"}),  # whose every row is a patch
+        llava({"model_type": "other"}),
+        mistral3({"model_type": "other"}),
+        mistral3(vision_feature_layer=[-1, -2]),
+        mistral3(image_token_index=131072),
         llava(vision_feature_layer=[-2, -1]),
         llava(vision_feature_select_strategy="other"),
         llava(image_token_index=32064),

@@ -53,6 +53,7 @@ Role = Literal[
     "project_out",
     "per_layer_model_projection",
     "lm_head",
+    "merger",
 ]
 
 # Of products that choose experts, or weigh what comes out.

@@ -25,21 +25,21 @@ class MemoryLine(NamedTuple):
 
 class PictureLimits(msgspec.Struct, frozen=True):
     """Sizes of what reads pictures. token_id: the placeholder of a token of a picture. form: of its
-    placeholders. columns: numbers of a patch. layers: of the tower. most_tokens: placeholders of
-    one picture. num_blocks, block_tokens: of the cache of results, and of one of its blocks. chunk:
-    patches times layers that are computed at once, between two steps; a layer is always whole.
-    is_flat: tokens of a picture turn by their positions, as text does.
+    placeholders. columns: numbers of a patch. most_tokens: placeholders of one picture. num_blocks,
+    block_tokens: of the cache of results, and of one of its blocks. chunk: patches times layers
+    that are computed at once, between two steps. is_flat: tokens of a picture turn by their
+    positions, as text does. tower_layer: the number, in slabs, of the tower's first layer.
     """
 
     token_id: int
     form: PictureForm
     columns: int
-    layers: int
     most_tokens: int
     num_blocks: int
     block_tokens: int
     chunk: int
     is_flat: bool = False
+    tower_layer: int = 1 << 20
 
     def blocks(self, tokens: int) -> int:
         """Blocks that so many tokens of a picture take."""
@@ -214,7 +214,8 @@ class CopySums(msgspec.Struct, frozen=True, tag="cs"):
 
 class PictureCopy(msgspec.Struct, frozen=True, array_like=True):
     """Bring a picture's patches to the device. grid, segment, rows, columns: as of `EncodePicture`.
-    blocks: of the cache, where the results are to lie."""
+    blocks: of the cache, where the results are to lie. adapter_slot: of the adapter that changes
+    the tower, and scale: which multiplies what it adds; -1 = none does."""
 
     picture: str
     grid: Grid
@@ -222,13 +223,15 @@ class PictureCopy(msgspec.Struct, frozen=True, array_like=True):
     rows: int
     columns: int
     blocks: tuple[int, ...]
+    adapter_slot: int = -1
+    scale: float = 1.0
 
 
 class PictureIn(msgspec.Struct, frozen=True, tag="pi"):
-    """A picture's segment is not read any more. error: why the device has not got its patches, and
-    has forgotten the picture; None = it has them."""
+    """A copy of a picture's patches is over. block: the first of its blocks. error: why the device
+    has not got the patches, and has forgotten the picture; None = it has them."""
 
-    picture: str
+    block: int
     error: str | None = None
 
 
@@ -236,6 +239,16 @@ class Ticket(Protocol):
     """A launched step. `ready()` never blocks."""
 
     def ready(self) -> bool: ...
+
+
+class TowerTicket(Ticket, Protocol):
+    """Launched work of the tower. is_last: the results of its pictures are complete. `seconds()`:
+    for how long it kept the device busy, once it is ready."""
+
+    @property
+    def is_last(self) -> bool: ...
+
+    def seconds(self) -> float: ...
 
 
 T = TypeVar("T", bound=Ticket)
@@ -311,11 +324,12 @@ class Executor(Protocol[T]):
         anything when the device is lost for good."""
         ...
 
-    def encode(self, layers: int) -> Ticket:
-        """Launch so many further layers of the tower, behind the steps launched so far. They are of
-        the oldest picture whose patches are there. Behind the last layer its results go to their
-        blocks, for steps that are launched later. Raises anything when the device fails;
-        `wait_idle` then forgets all pictures on their way.
+    def encode(self, pictures: int) -> TowerTicket:
+        """Launch about `PictureLimits.chunk` of the tower's work, behind the steps launched so far.
+        Where no pictures are under way, the oldest ones whose patches are there, so many, begin
+        together. Behind the last work their results go to their blocks, for steps that are launched
+        later. Raises anything when the device fails; `wait_idle` then forgets all pictures on their
+        way.
         """
         ...
 

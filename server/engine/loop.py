@@ -10,11 +10,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import inf
 from typing import Generic, NamedTuple, TypeVar
 
 from loraplex.server.constraints.constraints import Constraints
 from loraplex.server.engine.channel import Channel, WorkerGone
-from loraplex.server.engine.executor import COPY_FAILED, CopyOver, Executor, Masks, Ticket
+from loraplex.server.engine.executor import (
+    COPY_FAILED,
+    CopyOver,
+    Executor,
+    Masks,
+    Ticket,
+    TowerTicket,
+)
 from loraplex.server.engine.messages import (
     AbortSequence,
     AdapterPlaced,
@@ -61,9 +69,7 @@ class ExecutorLost(Exception):
 
 class _InFlight(NamedTuple, Generic[T]):
     """Step that was launched, and is not yet collected. planned, launched: times of that.
-    constrained: places of slices whose draws wait for masks. is_held: they still wait. chunks: of
-    the tower, launched before the step before this one.
-    """
+    constrained: places of slices whose draws wait for masks. is_held: they still wait."""
 
     plan: StepPlan
     ticket: T
@@ -71,7 +77,13 @@ class _InFlight(NamedTuple, Generic[T]):
     launched: float
     constrained: list[int]
     is_held: bool
-    chunks: int
+
+
+class _Chunk(NamedTuple):
+    """Work of the tower that was launched, and when."""
+
+    ticket: TowerTicket
+    launched: float
 
 
 class _Collected(NamedTuple):
@@ -112,8 +124,7 @@ class EngineLoop(Generic[T]):
         scheduler.masks.threads = constraints.mask_threads
         self._in_flight: deque[_InFlight[T]] = deque()
         self._pace = Pace()
-        self._chunk: Ticket | None = None  # the newest of the tower
-        self._chunks = self._chunks_before = 0  # launched, and so many before the newest step
+        self._chunks = deque[_Chunk]()  # of the tower, which may not be over
         self._ready_at = clock()  # when the device was done with the last step collected
         self._failures = 0
         self._steps = 0
@@ -308,29 +319,42 @@ class EngineLoop(Generic[T]):
         launched = self._clock()
         constrained = [i for i, piece in enumerate(plan.slices) if piece.constrained]
         step = (plan, ticket, planned, launched, constrained)
-        held, chunks = bool(constrained), self._chunks_before
-        self._chunks_before = self._chunks
-        self._in_flight.append(_InFlight(*step, is_held=held, chunks=chunks))
+        self._in_flight.append(_InFlight(*step, is_held=bool(constrained)))
         self._pace.prepared(planned - began, launched - planned)
         self._phases_s[Phase.PLAN] += planned - began
         self._phases_s[Phase.LAUNCH] += launched - planned - self._aside_s
         self._constrain()
 
     def _encode(self, *, beside: bool) -> bool:
-        """Launch some layers of a picture's way through the tower, one chunk behind each step; the
-        next step waits for no more. Whether anything happened. beside: a step has just been
-        launched. Without one the last chunk has to be over, or a step that comes soon would wait.
+        """Launch some of the tower's work, one chunk behind each step; the next step waits for no
+        more. Whether anything happened. beside: a step has just been launched. Without one the last
+        chunk has to be over, or a step that comes soon would wait.
         """
         pictures, news = self._scheduler.pictures, self._executor.poll_pictures()
         for item in news:
             self._scheduler.picture_news(item)
-        layers = pictures.next_layers()
-        is_free = beside or self._chunk is None or self._chunk.ready()
-        if layers and is_free:
-            self._chunk = self._executor.encode(layers)
-            self._chunks += 1
-            pictures.launched(layers)
-        return bool(news) or (layers > 0 and is_free)
+        if not self._in_flight:
+            self._settle_chunks()
+        count = pictures.next_work()
+        is_free = beside or not self._chunks or self._chunks[-1].ticket.ready()
+        if count and is_free:
+            launched = self._clock()
+            ticket = self._executor.encode(count)
+            self._chunks.append(_Chunk(ticket, launched))
+            pictures.launched(count, is_last=ticket.is_last)
+        return bool(news) or (count > 0 and is_free)
+
+    def _settle_chunks(self, since: float = inf) -> float | None:
+        """Charge the chunks that are over. Returns seconds of them behind a time; None = there were
+        none."""
+        found = None
+        while self._chunks and self._chunks[0].ticket.ready():
+            ticket, launched = self._chunks.popleft()
+            tower_s = ticket.seconds()
+            self._scheduler.encoded(tower_s)
+            began = max(launched, self._ready_at)
+            found = (found or 0.0) + min(max(began + tower_s - since, 0.0), tower_s)
+        return found
 
     def _collect(self) -> _Collected:
         running = self._in_flight[0]
@@ -338,8 +362,11 @@ class EngineLoop(Generic[T]):
         self._load_while(lambda: not running.ticket.ready())
         results = self._executor.collect(running.ticket)
         ready = self._clock()
-        step_s = ready - max(running.planned, self._ready_at)
-        self._scheduler.took(step_s, beside_tower=running.chunks != self._chunks)
+        since = max(running.planned, self._ready_at)
+        tower_s = self._settle_chunks(since)
+        step_s = max(ready - since - (tower_s or 0.0), 0.0)
+        is_sure = tower_s is None and not self._chunks
+        self._scheduler.took(step_s, beside_tower=not is_sure)
         self._ready_at = ready
         self._in_flight.popleft()
         self._scheduler.commit(running.plan.step, results)
@@ -373,7 +400,7 @@ class EngineLoop(Generic[T]):
         self._failures += 1
         log.error("a step failed", exc_info=error)
         self._in_flight.clear()
-        self._chunk = None
+        self._chunks.clear()
         try:
             # Pages and rows are given up below: no running step may still read them.
             self._executor.wait_idle()

@@ -213,13 +213,15 @@ class DeviceUse(msgspec.Struct, frozen=True, array_like=True):
     steps kept them busy.
 
     adapters, base: of tokens on which an adapter acts, and of others. late: of steps whose
-    sequences had all ended before their results came. copies: of copies of adapters, beside steps.
+    sequences had all ended before their results came, and of pictures that nobody waited for any
+    more. copies: of copies of adapters, beside steps. pictures: of the tower.
     """
 
     adapters: float = 0.0
     base: float = 0.0
     late: float = 0.0
     copies: float = 0.0
+    pictures: float = 0.0
 
 
 class SwapStats(msgspec.Struct, frozen=True, array_like=True):

@@ -120,7 +120,7 @@ class TorchExecutor:
         heads = ScoreHeads(built.decoder, self._table)
         self._pooler = Pooler(heads.scores, heads.vectors, self.device)
         self._masks = MaskMemory(self.limits.most_decodes, self.device)
-        vectors = OutputVectors(parts.weights, self._table.sites).pieces
+        vectors = OutputVectors(parts.weights, self._table.sites, self._table.tower).pieces
         self._copies = AdapterCopies(self._table, host_arena, vectors)
         self._pages = make_copier(config, parts, host_pages)
         self.stored_pages = self._pages.stored(self.limits.disk_pages)
@@ -251,8 +251,8 @@ class TorchExecutor:
         return [] if self._pictures is None else self._pictures.poll()
 
     @torch.inference_mode()
-    def encode(self, layers: int) -> EncodeTicket:
-        return self._of_pictures.encode(layers)
+    def encode(self, pictures: int) -> EncodeTicket:
+        return self._of_pictures.encode(pictures)
 
     @property
     def _of_pictures(self) -> PictureStore:

@@ -23,7 +23,7 @@ from loraplex.server.model.graphs.parts import Parts
 from loraplex.server.model.graphs.start_phases import StartPhases
 from loraplex.server.model.lora.arena_weights import DTYPES
 from loraplex.server.model.lora.lora import AdapterTable
-from loraplex.server.model.lora.sites import Sites
+from loraplex.server.model.lora.sites import Sites, TowerSites
 from loraplex.server.model.ops.memory import (
     MEMORY_ADVICE,
     DeviceMemory,
@@ -160,14 +160,7 @@ def _build_parts(
     limits = executor_limits(model, config)
     cache = _make_cache(model, config, limits.num_pages, weights, device)
     model = model.within(limits.max_context)
-    table = AdapterTable(
-        Sites(model, group.shard),
-        slots=limits.table_slots,
-        extents=limits.arena_extents,
-        extent_bytes=config.extent_bytes,
-        dtype=dtype,
-        device=device,
-    )
+    table = _make_table(model, config, limits, group, device)
     size = (limits.max_rows, limits.max_context, config.page_size)
     kinds = (limits.short_context, len(cache.groups.windows), limits.pictures)
     return Parts(
@@ -183,17 +176,38 @@ def _build_parts(
         limits,
         memory,
         config.dora_graphs,
-        _make_pictures(model, weights, limits),
+        _make_pictures(model, weights, limits, table),
+    )
+
+
+def _make_table(
+    model: ModelSpec,
+    config: EngineConfig,
+    limits: ExecutorLimits,
+    group: Group,
+    device: torch.device,
+) -> AdapterTable:
+    pictures, tower = model.pictures, None
+    if pictures is not None:
+        tower = TowerSites(pictures.tower, first_layer=model.num_layers)
+    return AdapterTable(
+        Sites(model, group.shard),
+        slots=limits.table_slots,
+        extents=limits.arena_extents,
+        extent_bytes=config.extent_bytes,
+        dtype=DTYPES[config.dtype],
+        device=device,
+        tower=tower,
     )
 
 
 def _make_pictures(
-    model: ModelSpec, weights: ModelWeights, limits: ExecutorLimits
+    model: ModelSpec, weights: ModelWeights, limits: ExecutorLimits, table: AdapterTable
 ) -> PictureStore | None:
     """Make what reads pictures, and warm it on a GPU."""
     if model.pictures is None or weights.tower is None or limits.pictures is None:
         return None
-    store = PictureStore(model.pictures, weights.tower, limits.pictures)
+    store = PictureStore(model.pictures, weights.tower, limits.pictures, table)
     if store.results.is_cuda:
         store.warm()
     return store

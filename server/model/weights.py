@@ -240,6 +240,14 @@ class TowerWeights:
     deep: dict[int, DeepMergerWeights]
     joined: Linear | None
 
+    @property
+    def products(self) -> tuple[Linear, ...]:
+        """The products outside of layers: of `MergerSpec.linears`, and that of patches."""
+        of_deep = ((each.first, each.last) for each in self.deep.values())
+        patches = DenseLinear(self.body.embed, self.bias)
+        joined = () if self.joined is None else (self.joined,)
+        return *joined, self.first, self.body.lm_head, *chain.from_iterable(of_deep), patches
+
 
 def load_weights(
     folder: Path,

@@ -27,7 +27,7 @@ LookupTier = Literal["device", "loading", "host", "disk"]
 # Stages of an adapter's load: from its source, its check, packed bytes into host memory, onto the
 # device. The last is also measured without waits for room, other copies and steps.
 LoadPhase = Literal["fetch", "check", "stage", "copy", "transfer"]
-DeviceUseOf = Literal["adapters", "base", "late", "copies"]
+DeviceUseOf = Literal["adapters", "base", "late", "copies", "pictures"]
 ImageOutcome = Literal["decoded", "refused", "failed"]
 _COPIED: tuple[PageWay, ...] = ("out", "in", "write", "read")
 StepPhase = Literal["plan", "launch", "wait", "commit", "masks"]
@@ -106,7 +106,8 @@ class WorkerMetrics:
         self.device_seconds = meters.counter(
             "device_seconds",
             "Seconds of all devices: of steps, by whether an adapter acts on their tokens; late: of"
-            " steps whose sequences had all ended; beside steps, of copies of adapters",
+            " steps whose sequences had all ended; beside steps, of copies of adapters, and of"
+            " encoders of pictures",
             {"use": get_args(DeviceUseOf)},
         )
         self.step_phases = meters.counter(

@@ -51,12 +51,20 @@ def pictured_id(picture: str, grid: Sequence[int], index: int) -> int:
     return int.from_bytes(blake2b(said, digest_size=7).digest(), "little")
 
 
-def pictured_ids(prompt_ids: Sequence[int], pictures: Sequence[PictureSpan]) -> list[int]:
-    """A prompt's ids as marks count them."""
+def seen_by(picture: str, adapter: str) -> str:
+    """The name of a picture's results where an adapter changes the tower; "" = none does."""
+    return f"{picture} seen by {adapter}" if adapter else picture
+
+
+def pictured_ids(
+    prompt_ids: Sequence[int], pictures: Sequence[PictureSpan], adapter: str = ""
+) -> list[int]:
+    """A prompt's ids as marks count them. adapter: as of `seen_by`."""
     found = list(prompt_ids)
     for span in pictures:
         for index in range(span.length):
-            found[span.start + index] = pictured_id(span.picture, span.grid, index)
+            picture = seen_by(span.picture, adapter)
+            found[span.start + index] = pictured_id(picture, span.grid, index)
     return found
 
 

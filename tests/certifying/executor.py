@@ -501,8 +501,15 @@ class CertifyingExecutor:
     def poll_pictures(self) -> list[PictureIn]:
         return self.pictures.poll()
 
-    def encode(self, layers: int) -> Encoded:
-        return self.pictures.encode(layers)
+    def encode(self, pictures: int) -> Encoded:
+        return self.pictures.encode(pictures, self._seen_by)
+
+    def _seen_by(self, copy: PictureCopy) -> str:
+        """The adapter that changes the tower."""
+        if copy.adapter_slot < 0:
+            return ""
+        check(copy.adapter_slot in self._slots, f"slot {copy.adapter_slot} is not loaded")
+        return acting(self._slots[copy.adapter_slot][0], copy.scale)
 
     # ---- adapters
 

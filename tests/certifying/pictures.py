@@ -1,17 +1,28 @@
 """Pictures of an executor without a model: results are known by what they are of."""
 
 from collections import deque
+from collections.abc import Callable
 
 from loraplex.server.engine.executor import PictureCopy, PictureIn, PictureLimits
 from loraplex.server.engine.plan import PlacedPicture
-from tests.certifying.certificates import pictured_id
+from tests.certifying.certificates import pictured_id, seen_by
+
+# Chunks that pictures take to pass the tower.
+CHUNKS = 5
+SECONDS = 0.25  # that each takes
 
 
 class Encoded:
     """A chunk of a tower is over at once."""
 
+    def __init__(self, *, is_last: bool) -> None:
+        self.is_last = is_last
+
     def ready(self) -> bool:
         return True
+
+    def seconds(self) -> float:
+        return SECONDS
 
 
 class FakePictures:
@@ -22,13 +33,15 @@ class FakePictures:
         self._results: dict[int, tuple[str, tuple[int, int, int], int]] = {}
         self._coming: deque[tuple[int, PictureCopy]] = deque()
         self._here: deque[PictureCopy] = deque()
-        self._layers = 0
+        self._passing: list[tuple[PictureCopy, str]] = []
+        self._chunks = 0
+        self.most_passing = 0  # that ever passed the tower together
         self.bad: set[str] = set()
 
     def start(self, copy: PictureCopy) -> None:
         assert self._limits is not None
         assert len(copy.blocks) == self._limits.blocks(self._limits.form.tokens(copy.grid))
-        assert len(self._coming) + len(self._here) < 2
+        assert len(self._coming) + len(self._here) + len(self._passing) < 8
         self._coming.append((self._polls, copy))
 
     def poll(self) -> list[PictureIn]:
@@ -39,26 +52,31 @@ class FakePictures:
             error = "it is bad" if copy.picture in self.bad else None
             if error is None:
                 self._here.append(copy)
-            news.append(PictureIn(copy.picture, error))
+            news.append(PictureIn(copy.blocks[0], error))
         return news
 
-    def encode(self, layers: int) -> Encoded:
-        assert self._limits is not None
-        copy = self._here[0]
-        self._layers += layers
-        assert layers > 0
-        assert self._layers <= self._limits.layers
-        if self._layers == self._limits.layers:
+    def encode(self, pictures: int, adapter: Callable[[PictureCopy], str]) -> Encoded:
+        """adapter: the name of that which changes the tower, as of `seen_by`."""
+        assert pictures > 0
+        if not self._passing:
+            copies = [self._here.popleft() for _ in range(pictures)]
+            self._passing = [(copy, adapter(copy)) for copy in copies]
+            self.most_passing = max(self.most_passing, pictures)
+        self._chunks += 1
+        assert pictures == len(self._passing)
+        if self._chunks < CHUNKS:
+            return Encoded(is_last=False)
+        for copy, name in self._passing:
+            assert adapter(copy) == name, "another adapter came meanwhile"
             for number, block in enumerate(copy.blocks):
-                self._results[block] = (copy.picture, copy.grid, number)
-            self._here.popleft()
-            self._layers = 0
-        return Encoded()
+                self._results[block] = (seen_by(copy.picture, name), copy.grid, number)
+        self._passing, self._chunks = [], 0
+        return Encoded(is_last=True)
 
     def forget(self) -> None:
         self._coming.clear()
         self._here.clear()
-        self._layers = 0
+        self._passing, self._chunks = [], 0
 
     def ids(self, placed: PlacedPicture) -> list[int]:
         """The ids that the placeholders of a picture count as, by what its blocks hold now."""

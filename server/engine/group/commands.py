@@ -68,9 +68,9 @@ class StartPicture(msgspec.Struct, frozen=True, array_like=True, tag="sp"):
 
 
 class Encode(msgspec.Struct, frozen=True, array_like=True, tag="en"):
-    """Launch further layers of the tower."""
+    """Launch further work of the tower, of so many pictures where none are under way."""
 
-    layers: int
+    pictures: int
 
 
 class CopyPages(msgspec.Struct, frozen=True, array_like=True, tag="cp"):

@@ -78,8 +78,8 @@ class Follower:
             case StartPicture(copy):
                 self._copying += 1
                 self._executor.start_picture(copy)
-            case Encode(layers):
-                self._executor.encode(layers)
+            case Encode(pictures):
+                self._executor.encode(pictures)
             case CopyPages(copies):
                 self._copying += 1
                 self._executor.copy_pages(copies)

@@ -24,7 +24,7 @@ from loraplex.server.engine.executor import (
     PictureCopy,
     PictureIn,
     T,
-    Ticket,
+    TowerTicket,
 )
 from loraplex.server.engine.framing import FrameError, receive_frame, send_frame
 from loraplex.server.engine.group.commands import (
@@ -76,7 +76,7 @@ class GroupExecutor(Generic[T]):
         # Of copies that wait for them, by digest: the numbers of each process that has offered its.
         self._sums: defaultdict[str, list[np.ndarray]] = defaultdict(list)
         # Of pictures that are not in every process, in the order of their start: the errors.
-        self._pictures: deque[tuple[str, list[str | None]]] = deque()
+        self._pictures: deque[tuple[int, list[str | None]]] = deque()
         self._gone = threading.Event()
         self._readers = [
             threading.Thread(target=self._read, args=(link,), name=f"shard-{i}", daemon=True)
@@ -129,7 +129,7 @@ class GroupExecutor(Generic[T]):
 
     def start_picture(self, copy: PictureCopy) -> None:
         self._tell(StartPicture(copy))
-        self._pictures.append((copy.picture, []))
+        self._pictures.append((copy.blocks[0], []))
         self._executor.start_picture(copy)
 
     def poll_pictures(self) -> list[PictureIn]:
@@ -139,16 +139,16 @@ class GroupExecutor(Generic[T]):
         self._read_answers()
         found = []
         while self._pictures and len(self._pictures[0][1]) > len(self._links):
-            picture, errors = self._pictures.popleft()
+            block, errors = self._pictures.popleft()
             failed = [error for error in errors if error is not None]
             if failed and len(failed) < len(errors):
                 raise GroupLost(f"a process of the group lacks a picture: {failed[0]}")
-            found.append(PictureIn(picture, failed[0] if failed else None))
+            found.append(PictureIn(block, failed[0] if failed else None))
         return found
 
-    def encode(self, layers: int) -> Ticket:
-        self._tell(Encode(layers))
-        return self._executor.encode(layers)
+    def encode(self, pictures: int) -> TowerTicket:
+        self._tell(Encode(pictures))
+        return self._executor.encode(pictures)
 
     def close(self) -> None:
         for link in self._links:
@@ -171,7 +171,7 @@ class GroupExecutor(Generic[T]):
 
     def _note_picture(self, news: PictureIn) -> None:
         """Note what has become of a picture in one process."""
-        of = (errors for name, errors in self._pictures if name == news.picture)
+        of = (errors for block, errors in self._pictures if block == news.block)
         next(of).append(news.error)
 
     def _note(self, news: CopyOver | PagesCopied) -> Sequence[CopyNews]:

@@ -10,21 +10,27 @@ from loraplex.server.protocol import Grid, PictureSpan
 
 
 class PictureKey(NamedTuple):
-    """A picture as a prompt has it. picture: SHA-256 of its file. grid: as of `PictureSpan`; the
-    tower's results depend on both."""
+    """A picture as a prompt has it. picture: SHA-256 of its file. grid: as of `PictureSpan`.
+    acting: as of `GenerateRequest.acting`, where that adapter changes the tower; "" = none does.
+    The tower's results depend on all three."""
 
     picture: str
     grid: Grid
+    acting: str = ""
 
     @classmethod
-    def of(cls, span: PictureSpan) -> "PictureKey":
+    def of(cls, span: PictureSpan, acting: str = "") -> "PictureKey":
         """The key of a picture of a prompt."""
-        return cls(span.picture, span.grid)
+        return cls(span.picture, span.grid, acting)
 
 
-def blocks_of(spans: Iterable[PictureSpan], limits: PictureLimits) -> dict[PictureKey, int]:
+def blocks_of(
+    spans: Iterable[PictureSpan], limits: PictureLimits, acting: str = ""
+) -> dict[PictureKey, int]:
     """How many blocks each picture of a prompt takes."""
-    return {PictureKey.of(span): limits.blocks(limits.form.tokens(span.grid)) for span in spans}
+    return {
+        PictureKey.of(span, acting): limits.blocks(limits.form.tokens(span.grid)) for span in spans
+    }
 
 
 @dataclass(slots=True)
@@ -55,7 +61,7 @@ class PictureCache:
         return self._entries.get(key)
 
     def of(self, picture: str) -> list[PictureKey]:
-        """The places of a picture whose patches have not come, one for each grid."""
+        """The places of a picture whose patches have not come, one for each grid and adapter."""
         return [
             key
             for key, entry in self._entries.items()

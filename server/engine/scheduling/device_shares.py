@@ -21,7 +21,7 @@ class DeviceShares:
     """Adds up time on the device, by sequence and in all, as `DeviceUse` has it."""
 
     def __init__(self, limits: ExecutorLimits, arena: AdapterArena) -> None:
-        self._adapters = self._base = self._late = self._copies = 0.0
+        self._adapters = self._base = self._late = self._copies = self._pictures = 0.0
         self._weights = max(1, limits.weight_bytes)
         self._token = limits.token_bytes
         self._devices = limits.num_devices
@@ -70,6 +70,18 @@ class DeviceShares:
                 rates[slot] = base + nbytes * max(1 / count, 1 / RIDGE_TOKENS)
         return rates
 
+    def encoded(self, shares: Items[tuple[Sequence, float]], tower_s: float) -> None:
+        """Charges work of the tower to those who wait for its pictures. shares: sequences, and the
+        part of each. The parts of those that have ended are nobody's."""
+        tower_s *= self._devices
+        paid = 0.0
+        for sequence, share in shares:
+            if sequence.state is not State.FINISHED:
+                sequence.device_s += tower_s * share
+                paid += tower_s * share
+        self._pictures += paid
+        self._late += tower_s - paid
+
     def usable(self, digest: str, waiters: Items[Sequence]) -> None:
         """Notes that an adapter came to the device. The first of its waiters caused its copy."""
         if waiters:
@@ -85,4 +97,4 @@ class DeviceShares:
 
     @property
     def use(self) -> DeviceUse:
-        return DeviceUse(self._adapters, self._base, self._late, self._copies)
+        return DeviceUse(self._adapters, self._base, self._late, self._copies, self._pictures)

@@ -106,8 +106,16 @@ class AdapterLoads:
     Each slab that is handed over comes back once (`released`). Until then it is not asked for.
     """
 
-    def __init__(self, arena: AdapterArena, max_loading: int, drain_after_s: float) -> None:
+    def __init__(
+        self,
+        arena: AdapterArena,
+        max_loading: int,
+        drain_after_s: float,
+        tower_layer: int | None = None,
+    ) -> None:
+        """tower_layer: as of `PictureLimits`."""
         self.arena = arena
+        self._tower_layer = tower_layer
         self.max_loading = max_loading
         self.drain_after_s = drain_after_s
         self.needed: list[str] = []
@@ -128,6 +136,7 @@ class AdapterLoads:
         # Of the adapter that was placed last in each slot.
         self._vocabularies = [0] * arena.num_slots
         self._is_lora_alone = [True] * arena.num_slots
+        self._changes_tower = [False] * arena.num_slots
         self._drain: Drain | None = None
         self._stands_back_until = -inf
 
@@ -171,6 +180,10 @@ class AdapterLoads:
             and sequence.precedence > drain.precedence
         )
 
+    def changes_tower(self, digest: str) -> bool:
+        """Whether an adapter that is on the device changes what reads pictures."""
+        return self._changes_tower[self.arena.slot(digest)]
+
     def misfit(self, sequence: Sequence) -> str | None:
         """Why a sequence may not start whose adapter is ready, or None."""
         wanted, scale = sequence.request.vocab_size, sequence.request.adapter_scale
@@ -179,6 +192,8 @@ class AdapterLoads:
             return f"vocab_size: {wanted} is not that of the adapter"
         if scale != 1 and slot >= 0 and not self._is_lora_alone[slot]:
             return f"adapter_scale: {scale:g} is for adapters of LoRA alone"
+        if sequence.adapter_from and slot >= 0 and self._changes_tower[slot]:
+            return "adapter_from: the adapter changes the part for images, and acts on all tokens"
         return None
 
     # ---- answers of the worker and the executor
@@ -351,6 +366,10 @@ class AdapterLoads:
                 self.copies.append(AdapterCopy(slot, layout, staged.copy.host_extents, extents))
                 self._vocabularies[slot] = max((s.table_size for s in layout.sites), default=0)
                 self._is_lora_alone[slot] = layout.is_lora_alone
+                first = self._tower_layer
+                self._changes_tower[slot] = first is not None and any(
+                    site.layer >= first for site in layout.sites
+                )
             elif (problem := self.arena.refusal(runs)) is not None:
                 self._refuse(digest, problem)  # pins have come since it was staged
             elif digest in self._parked and now - staged.since >= self.drain_after_s:

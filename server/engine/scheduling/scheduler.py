@@ -77,10 +77,13 @@ class Scheduler:
         self.pages = SequencePages(limits, stored)
         self.states, self.swaps = self.pages.states, self.pages.swaps
         self.arena = AdapterArena(limits.arena_extents, limits.extent_bytes, limits.adapter_slots)
-        self.loads = AdapterLoads(self.arena, config.max_loading, config.drain_after_s)
+        pictures = limits.pictures
+        tower_layer = None if pictures is None else pictures.tower_layer
+        waits = (config.max_loading, config.drain_after_s)
+        self.loads = AdapterLoads(self.arena, *waits, tower_layer)
         self.shares = DeviceShares(limits, self.arena)
         self.grammars, self.recalls = GrammarWaits(), PageWaits(self.swaps)
-        self.pictures = PictureLoads(limits.pictures)
+        self.pictures = PictureLoads(pictures, self.loads)
         self.waits = Waits(self.loads, self.grammars, self.pictures, self.recalls)
         self.masks = MaskShare()
         self.drafting = Drafting(config.max_draft, config.draft_memory)
@@ -447,6 +450,10 @@ class Scheduler:
         self.prompts.cost.took(batch.load.tokens, batch.load.attended, step_s)
         if not batch.load.tokens:
             self.drafting.price.saw(batch.plan.num_tokens, step_s)
+
+    def encoded(self, tower_s: float) -> None:
+        """The oldest launched work of the tower kept the device busy for so long."""
+        self.shares.encoded(self.pictures.settle().shares, tower_s)
 
     def mask_wishes(self, slices: list[int]) -> list[MaskWish]:
         """Wishes for masks of these slices of the oldest step in flight."""

@@ -126,7 +126,8 @@ class Waits:
     def park(self, sequence: Sequence, now: float) -> bool:
         """Park a waiting sequence with what it lacks. False: it lacks nothing but a row and
         pages."""
-        self._pictures.want(sequence)
+        if self._has_adapter(sequence):
+            self._pictures.want(sequence)
         if sequence.constraint is None and sequence.request.sampling.is_constrained:
             self._grammars.park(sequence)
         elif not self._has_adapter(sequence):

@@ -44,6 +44,11 @@ class SiteWeights:
     vectors: torch.Tensor | None = None
     vector_bits: tuple[int, ...] = ()
 
+    def scaled(self, scale: float) -> "SiteWeights":
+        """The same, which adds so many times as much."""
+        scaled = tuple(replace(p, scale=p.scale * scale) for p in self.projections)
+        return replace(self, projections=scaled)
+
     def of_expert(self, expert: int) -> "SiteWeights":
         projections = tuple(replace(p, b_t=p.b_t[expert]) for p in self.projections)
         return SiteWeights(self.a_t[expert], projections)
@@ -51,12 +56,19 @@ class SiteWeights:
 
 class Adapter:
     """An adapter in the arena. `weights`: its tensors by the site's number, made when somebody
-    asks, since on a GPU kernels find them through the device table."""
+    asks, since on a GPU kernels find them through the device table. tower: the part of it that
+    changes what reads pictures; None = there is none."""
 
     def __init__(
-        self, placed: PlacedAdapter, sites: Sites, arena: torch.Tensor, dtype: torch.dtype
+        self,
+        placed: PlacedAdapter,
+        sites: Sites,
+        arena: torch.Tensor,
+        dtype: torch.dtype,
+        tower: "Adapter | None" = None,
     ) -> None:
         self.placed = placed
+        self.tower = tower
         self._sites = sites
         self._arena = arena
         self._dtype = dtype

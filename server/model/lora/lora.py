@@ -16,7 +16,7 @@ from loraplex.server.kernels.lora.table import MAX_RANK, RANK_BLOCKS, LoraTable
 from loraplex.server.kernels.lora.vector_table import VectorTable
 from loraplex.server.model.lora.arena_weights import DTYPES, Adapter, SiteWeights
 from loraplex.server.model.lora.own_rows import OwnParts, OwnSegment
-from loraplex.server.model.lora.sites import PlacedAdapter, Site, Sites, place
+from loraplex.server.model.lora.sites import PlacedAdapter, Site, Sites, TowerSites, place
 from loraplex.server.model.weights import ScoreTensors
 
 
@@ -48,8 +48,10 @@ class AdapterTable:
         extent_bytes: int,
         dtype: torch.dtype,
         device: torch.device,
+        tower: TowerSites | None = None,
     ) -> None:
-        self.sites = sites
+        """Allocate the arena. tower: sites of what reads pictures; None = nothing does."""
+        self.sites, self.tower = sites, tower
         self.dtype = dtype
         self.extent_bytes = extent_bytes
         self.arena = torch.zeros(extents * extent_bytes, dtype=torch.uint8, device=device)
@@ -75,13 +77,13 @@ class AdapterTable:
         """
         if DTYPES[layout.dtype] != self.dtype:
             raise ValueError(f"the slab is {layout.dtype}, the engine computes in {self.dtype}")
-        placed = place(
-            self.sites,
-            layout,
-            device_extents,
-            item_bytes=self.dtype.itemsize,
-            arena_bytes=self.arena.numel(),
-        )
+        of_tower = None
+        if self.tower is not None:
+            layout, beside = self.tower.split(layout)
+            if beside.sites:
+                at = self._place(self.tower, beside, device_extents)
+                of_tower = Adapter(at, self.tower, self.arena, self.dtype)
+        placed = self._place(self.sites, layout, device_extents)
         start = self.arena.data_ptr()
         self.device_table.clear(slot)
         self.device_table.write(
@@ -95,7 +97,13 @@ class AdapterTable:
         )
         has = placed.vectors >= 0
         self.vector_table.write(slot, placed.sites[has], start + placed.vectors[has])
-        return Adapter(placed, self.sites, self.arena, self.dtype)
+        return Adapter(placed, self.sites, self.arena, self.dtype, of_tower)
+
+    def _place(
+        self, sites: Sites, layout: SlabLayout, device_extents: Sequence[int]
+    ) -> PlacedAdapter:
+        sizes = {"item_bytes": self.dtype.itemsize, "arena_bytes": self.arena.numel()}
+        return place(sites, layout, device_extents, **sizes)
 
     def scale(self, slot: int, source_slot: int, scale: float) -> None:
         """Let what is launched from now on find in `slot` the adapter of `source_slot`, of LoRA
@@ -115,7 +123,8 @@ class AdapterTable:
         self.device_table.upload(slot)
         self._slots[slot] = adapter
         placed = adapter.placed
-        self._reaches[slot] = self._reach(placed)
+        only_tower = adapter.tower is not None and not placed.sites.size
+        self._reaches[slot] = Reach.NONE if only_tower else self._reach(placed)
         self._changes_model[slot] = self.sites.outside[placed.sites].any()
         self._changes_embedding[slot] = self.sites.embed.number in placed.sites
         if placed.has_vectors or self._has_vectors[slot]:
@@ -176,6 +185,15 @@ class AdapterTable:
         """Tensors of the score head that the adapter in a slot has of its own; empty without."""
         adapter = self._slots[slot] if slot >= 0 else None
         return {} if adapter is None else adapter.head()
+
+    def of_tower(self, slot: int, scale: float) -> dict[int, SiteWeights]:
+        """Weights that the adapter in a slot has for what reads pictures, by the site's number;
+        empty without. scale: multiplies what they add."""
+        adapter = self._slots[slot] if slot >= 0 else None
+        if adapter is None or adapter.tower is None:
+            return {}
+        found = adapter.tower.weights
+        return found if scale == 1 else {n: each.scaled(scale) for n, each in found.items()}
 
     def rank_block(self, token_slots: np.ndarray) -> int | None:
         """The smallest of RANK_BLOCKS for all ranks of a batch's adapters; None: some rank is

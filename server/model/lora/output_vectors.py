@@ -14,7 +14,7 @@ import torch
 from loraplex.adapters.peft.lora_tensors import B_BIAS, MAGNITUDES, OWN_BIAS
 from loraplex.server.model.linear.linear import Linear
 from loraplex.server.model.lora.arena_weights import Adapter, Projection, SiteWeights
-from loraplex.server.model.lora.sites import Site, Sites
+from loraplex.server.model.lora.sites import Site, Sites, TowerSites
 from loraplex.server.model.weights import ModelWeights
 
 # Of a matrix, in float32 at once; a piece is what is queued at once beside running steps.
@@ -29,7 +29,16 @@ class OutputVectors:
     device.
     """
 
-    def __init__(self, weights: ModelWeights, sites: Sites) -> None:
+    def __init__(
+        self, weights: ModelWeights, sites: Sites, tower: TowerSites | None = None
+    ) -> None:
+        """tower: the sites of `weights.tower`, where adapters may change that."""
+        self._tower = None
+        if tower is not None and weights.tower is not None:
+            self._tower = OutputVectors(weights.tower.body, tower)
+            products = (*tower.mergers, tower.patches)
+            of_each = zip(products, weights.tower.products, strict=True)
+            self._tower._linears |= {site.number: linear for site, linear in of_each}
         self._sites, self._is_shared = sites, sites.shard.count > 1
         self._embed = weights.embed
         self._linears: dict[int, Linear] = {sites.lm_head.number: weights.lm_head}
@@ -52,6 +61,8 @@ class OutputVectors:
         step: squares of lengths whose inputs they share. The last one is empty, and then all
         devices have made theirs.
         """
+        if adapter.tower is not None and self._tower is not None:
+            yield from self._tower.pieces(adapter.tower)
         found = [(n, each) for n, each in adapter.weights.items() if each.vectors is not None]
         squares = self._room(found)
         queued = 0

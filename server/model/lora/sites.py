@@ -10,6 +10,7 @@ from itertools import accumulate, chain
 from math import prod
 
 import numpy as np
+from msgspec.structs import replace
 
 from loraplex.adapters.base import MAX_NEW_IDS, MODEL_SITES, Role
 from loraplex.adapters.manifest import SiteLayout, SlabLayout
@@ -61,11 +62,13 @@ class Sites:
     whole model.
     """
 
-    def __init__(self, model: ModelSpec, shard: Shard = WHOLE) -> None:
-        """Number the sites of a model. model: the part of the device with this shard."""
+    def __init__(self, model: ModelSpec, shard: Shard = WHOLE, first_layer: int = 0) -> None:
+        """Number the sites of a model. model: the part of the device with this shard. first_layer:
+        the number of its first layer."""
         self.vocab_size, self.shard = model.vocab_size, shard
         self._all: list[Site] = []
-        steps = [(layer, step) for layer, of in enumerate(model.layers) for step in of.steps]
+        layers = enumerate(model.layers, first_layer)
+        steps = [(layer, step) for layer, of in layers for step in of.steps]
         self.branches = tuple(
             self._of_step(layer, step, number % 2) for number, (layer, step) in enumerate(steps)
         )
@@ -75,6 +78,7 @@ class Sites:
         )
         self.beside = {linear.role: self._add(-1, linear) for linear in model.beside}
         self.lm_head = self._add(-1, model.head.linear)
+        self._add_beside(model, first_layer + model.num_layers)
         self.norms: tuple[NormSpec | None, ...] = (*(step.pre for _, step in steps), model.norm)
         self._score = model.score
         self._places = {(site.layer, site.role): site for site in self._all}
@@ -86,6 +90,9 @@ class Sites:
         self.of_experts = np.array([site.experts > 0 for site in self._all])
         self.routers = np.array([site.role == "router" for site in self._all])
         self.products = np.array([max(site.experts, 1) for site in self._all])
+
+    def _add_beside(self, model: ModelSpec, layer: int) -> None:
+        """Number further sites behind those of layers."""
 
     def _of_step(self, layer: int, step: StepSpec, turn: int) -> tuple[BranchSites, ...]:
         """Number the sites of one step. turn: of its sum, where one branch gives all of that."""
@@ -157,6 +164,37 @@ class Sites:
         if not len(layout.ranks) == len(layout.scales) == len(layout.b_offsets) == projections:
             raise ValueError(f"{site.role}: one rank per projection expected, got {layout.ranks}")
         return site
+
+
+class TowerSites(Sites):
+    """Sites of an encoder of pictures, with numbers of their own. Its layers are numbered behind
+    those of the text part, and behind them each product outside of layers.
+
+    first_layer: its number. mergers: of `MergerSpec.linears`. patches: of the product of patches.
+    """
+
+    first_layer: int
+    mergers: tuple[Site, ...]
+    patches: Site
+
+    def _add_beside(self, model: ModelSpec, layer: int) -> None:
+        self.first_layer, linears = layer - model.num_layers, model.head.linears
+        self.mergers = tuple(
+            self._new(number, "merger", linear.in_features, linear.widths)
+            for number, linear in enumerate(linears, layer)
+        )
+        embedding = model.embedding
+        sizes = (embedding.vocab_size, (embedding.size,))
+        self.patches = self._new(layer + len(linears), "merger", *sizes)
+
+    def split(self, layout: SlabLayout) -> tuple[SlabLayout, SlabLayout]:
+        """Divide a layout into what changes the text part, and what changes the encoder."""
+        own = [site.layer >= self.first_layer for site in layout.sites]
+        text, mine = (
+            tuple(site for site, is_mine in zip(layout.sites, own, strict=True) if is_mine is which)
+            for which in (False, True)
+        )
+        return replace(layout, sites=text), replace(layout, sites=mine, head=None, norms=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,10 +30,10 @@ _FA2_PROGRAMS, _FA2_QUERIES = 2, 128
 # Tokens of a chunk in which states are computed (`loraplex.server.kernels.states`).
 _CHUNK = 32
 # Of the cache of pictures' results: tokens of a block. Of one picture: tokens that are always
-# served, where a step may have fewer. Of a tower on a GPU: patches times layers between two steps.
+# served, where a step may have fewer. Of a tower: patches times layers between two steps.
 _BLOCK_TOKENS = 64
 _PICTURE_TOKENS = 4096
-_CHUNK_PATCHES = 1 << 14
+_CHUNK_PATCHES = {"cuda": 1 << 14, "cpu": 1 << 8}
 _GIB = 1 << 30
 # What a file takes beside its page.
 _FILE_BYTES = 4096
@@ -216,7 +216,6 @@ def picture_limits(
     pictures = model.pictures
     if pictures is None or not engine.picture_memory:
         return None
-    tower = pictures.tower
     block = pictures.result_size * ITEM_BYTES[engine.dtype] * _BLOCK_TOKENS
     blocks = engine.picture_memory // block
     if not blocks:
@@ -228,14 +227,14 @@ def picture_limits(
         token_id=pictures.token_id,
         form=pictures.form,
         columns=pictures.columns,
-        layers=tower.num_layers,
         most_tokens=min(
             max(engine.max_step_tokens, _PICTURE_TOKENS), blocks * _BLOCK_TOKENS, max_context
         ),
         num_blocks=blocks,
         block_tokens=_BLOCK_TOKENS,
-        chunk=_CHUNK_PATCHES if engine.device == "cuda" else 1,
+        chunk=_CHUNK_PATCHES[engine.device],
         is_flat=pictures.axes is None,
+        tower_layer=model.num_layers,
     )
 
 

@@ -2,7 +2,9 @@
 
 import logging
 import math
+import time
 from collections import deque
+from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -10,13 +12,16 @@ import numpy as np
 import torch
 
 from loraplex.server.engine.executor import PictureCopy, PictureIn, PictureLimits
+from loraplex.server.model.lora.lora import AdapterTable
 from loraplex.server.model.ops.transfers import to_device
 from loraplex.server.model.spec.picture_spec import PictureSpec
-from loraplex.server.model.tower.tower import Tower, TowerPass
+from loraplex.server.model.tower.tower import Tower, TowerInput
 from loraplex.server.model.weights import TowerWeights
 
 log = logging.getLogger(__name__)
 
+# Pieces that are launched at once, however few rows they have: the host is as long at each.
+_MOST_PIECES = 8
 _FAILED = "the picture could not be brought to the device"
 
 
@@ -30,27 +35,50 @@ class _Coming(NamedTuple):
 
 
 class EncodeTicket(NamedTuple):
-    """Layers that were launched. done: recorded behind them; None = they are done."""
+    """Work that was launched, as of `loraplex.server.engine.executor.TowerTicket`. began, done:
+    recorded around it; None = it is done, and took `host_s`."""
 
-    done: torch.cuda.Event | None
+    is_last: bool
+    host_s: float
+    began: torch.cuda.Event | None = None
+    done: torch.cuda.Event | None = None
 
     def ready(self) -> bool:
         return self.done is None or self.done.query()
+
+    def seconds(self) -> float:
+        if self.began is None or self.done is None:
+            return self.host_s
+        return float(self.began.elapsed_time(self.done)) / 1e3
+
+
+class _Pass(NamedTuple):
+    """Pictures that pass the tower together. work: the rest of it, as of `Tower.encode`."""
+
+    pictures: list[_Coming]
+    work: Generator[float, None, tuple[torch.Tensor, ...]]
 
 
 class PictureStore:
     """The tower, its pictures and their results.
 
     results: `[num_blocks * block_tokens, PictureSpec.result_size]`, in the model's dtype. Pictures
-    pass the tower one after the other, in the order of their start.
+    pass the tower in the order of their start.
     """
 
-    def __init__(self, pictures: PictureSpec, weights: TowerWeights, limits: PictureLimits) -> None:
-        """Allocate the results. limits: as of `ExecutorLimits`."""
+    def __init__(
+        self,
+        pictures: PictureSpec,
+        weights: TowerWeights,
+        limits: PictureLimits,
+        table: AdapterTable,
+    ) -> None:
+        """Allocate the results. limits: as of `ExecutorLimits`. table: of adapters."""
         embed = weights.body.embed
         self._device, self._dtype = embed.device, embed.dtype
-        self._limits = limits
-        self._tower = Tower(pictures, weights, self._device)
+        self._limits, self._table = limits, table
+        assert table.tower is not None
+        self._tower = Tower(pictures, weights, table.tower, self._device, limits.chunk)
         rows = limits.num_blocks * limits.block_tokens
         shape = rows, pictures.result_size
         self.results = torch.zeros(shape, dtype=self._dtype, device=self._device)
@@ -58,7 +86,7 @@ class PictureStore:
         self._stream = torch.cuda.Stream() if embed.is_cuda else None
         self._coming: deque[_Coming] = deque()
         self._here: deque[_Coming] = deque()
-        self._passing: TowerPass | None = None  # of the first that is here
+        self._passing: _Pass | None = None
 
     def warm(self) -> None:
         """Encode the largest picture there may be: all memory that any takes was asked for then."""
@@ -66,9 +94,8 @@ class PictureStore:
         grid = form.largest(self._limits.most_tokens)
         shape = (form.patches(grid), self._limits.columns)
         patches = torch.zeros(shape, dtype=self._dtype, device=self._device)
-        passing = self._tower.begin(patches, grid)
-        self._tower.advance(passing, self._tower.num_layers)
-        self._tower.tokens(passing)
+        for _ in self._tower.encode([TowerInput(patches, grid)]):
+            pass
 
     def start(self, copy: PictureCopy, memory: memoryview) -> None:
         """Begin to bring a picture's patches. memory: which the copy's segment lies in. Raises
@@ -94,24 +121,45 @@ class PictureStore:
                 self._here.append(coming)
             else:
                 log.error("a picture could not be brought to the device", exc_info=error)
-            news.append(PictureIn(coming.copy.picture, None if error is None else _FAILED))
+            news.append(PictureIn(coming.copy.blocks[0], None if error is None else _FAILED))
         return news
 
-    def encode(self, layers: int) -> EncodeTicket:
-        """Launch further layers, as `Executor.encode` says."""
-        copy, patches, _ = self._here[0]
+    def encode(self, pictures: int) -> EncodeTicket:
+        """Launch further work, as `Executor.encode` says."""
+        stream, began_s = self._stream, time.perf_counter()
+        began = None if stream is None else _mark()
         if self._passing is None:
-            self._passing = self._tower.begin(patches, copy.grid)
-        self._tower.advance(self._passing, layers)
-        if self._passing.done == self._tower.num_layers:
-            tokens = self._tower.tokens(self._passing)
-            rows = to_device(self._rows(copy.blocks, len(tokens)), self._device)
+            taken = [self._here.popleft() for _ in range(pictures)]
+            self._passing = _Pass(taken, self._tower.encode([*map(self._input, taken)]))
+        is_last = self._advance(self._passing)
+        done = None if stream is None else _mark()
+        return EncodeTicket(is_last, time.perf_counter() - began_s, began, done)
+
+    def _input(self, picture: _Coming) -> TowerInput:
+        copy = picture.copy
+        lora = self._table.of_tower(copy.adapter_slot, copy.scale)
+        return TowerInput(picture.patches, copy.grid, lora)
+
+    def _advance(self, passing: _Pass) -> bool:
+        """Launch pieces for about a chunk; whether they were the last."""
+        spent = 0.0
+        for _ in range(_MOST_PIECES):
+            try:
+                cost = next(passing.work)
+            except StopIteration as end:
+                self._keep(passing, end.value)
+                return True
+            spent += cost
+            if spent + cost > self._limits.chunk:  # the next piece is about as large
+                break
+        return False
+
+    def _keep(self, passing: _Pass, results: tuple[torch.Tensor, ...]) -> None:
+        """Keep the results of pictures."""
+        self._passing = None
+        for picture, tokens in zip(passing.pictures, results, strict=True):
+            rows = to_device(self._rows(picture.copy.blocks, len(tokens)), self._device)
             self.results.index_copy_(0, rows, tokens)
-            self._here.popleft()
-            self._passing = None
-        if self._stream is None:
-            return EncodeTicket(None)
-        return EncodeTicket(torch.cuda.current_stream().record_event())
 
     def forget(self) -> None:
         """Forget all pictures on their way."""
@@ -143,3 +191,9 @@ class PictureStore:
             with torch.cuda.stream(self._stream):
                 self._stream.wait_event(begun)
                 patches.copy_(host)  # memory that is not pinned: this waits for the copy
+
+
+def _mark() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

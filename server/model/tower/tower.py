@@ -1,101 +1,193 @@
-"""An encoder of pictures: from a picture's patches to what stands in place of its tokens.
+"""An encoder of pictures: from pictures' patches to what stands in place of their tokens.
 
-It runs a few layers at a time, so that steps come in between.
+It runs piece by piece, so that steps come in between.
 """
 
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Generator, Iterator, Sequence
+from itertools import accumulate, chain, pairwise
+from typing import Any, NamedTuple
 
 import torch
+from torch.nn import functional
 
-from loraplex.server.model.decoder import Decoder, Stream
+from loraplex.server.model.decoder import Decoder, PreparedMixer, Stream
 from loraplex.server.model.linear.linear import Linear
-from loraplex.server.model.lora.sites import Sites
+from loraplex.server.model.lora.arena_weights import SiteWeights
+from loraplex.server.model.lora.lora import LoraBatch, Segment
+from loraplex.server.model.lora.sites import Site, TowerSites
 from loraplex.server.model.ops.pointwise import activated
 from loraplex.server.model.spec.picture_spec import PictureSpec
-from loraplex.server.model.tower.tower_ops import TowerOps, TowerPlan
-from loraplex.server.model.weights import TowerWeights
+from loraplex.server.model.tower.tower_ops import Heads, TowerOps, TowerPlan
+from loraplex.server.model.tower.tower_plan import RowSpan, TowerPiece
+from loraplex.server.model.weights import AttentionWeights, TowerWeights
 from loraplex.server.protocol import Grid
 
 
-@dataclass(slots=True)
-class TowerPass:
-    """One picture on its way through the layers. normed: what the next layer reads, `[rows,
-    hidden]` of patches and what stands before them. deep: results of deep mergers, `[tokens, hidden
-    of the text part]`. done: layers behind it.
+class TowerInput(NamedTuple):
+    """A picture that goes through the tower. patches: `[patches, columns]` in the model's dtype.
+    lora: weights that the adapter has for the tower, by the number of the site; none without one.
     """
 
-    plan: TowerPlan
-    normed: torch.Tensor
-    stream: Stream
-    deep: list[torch.Tensor] = field(default_factory=list)
-    done: int = 0
+    patches: torch.Tensor
+    grid: Grid
+    lora: dict[int, SiteWeights] = {}
+
+
+class _PassLora:
+    """Adapters of pictures that pass together. rows: how many each picture has."""
+
+    def __init__(self, pictures: Sequence[TowerInput], rows: Sequence[int]) -> None:
+        ends = pairwise(accumulate(rows, initial=0))
+        self._segments = [
+            Segment(*span, each.lora) for span, each in zip(ends, pictures, strict=True)
+        ]
+
+    def of(self, rows: RowSpan) -> LoraBatch | None:
+        """The adapters of some rows."""
+        cut = (
+            Segment(max(each.begin, rows.begin), min(each.end, rows.end), each.weights)
+            for each in self._segments
+        )
+        found = tuple(
+            Segment(each.begin - rows.begin, each.end - rows.begin, each.weights)
+            for each in cut
+            if each.begin < each.end and each.weights
+        )
+        sites = frozenset[int]().union(*(each.weights for each in found))
+        return LoraBatch(found, sites, torch.empty(0, dtype=torch.int64)) if found else None
 
 
 class Tower:
-    """The encoder, whole on this device."""
+    """The encoder, whole on this device. sites: its own. chunk: rows that go through a layer at
+    once."""
 
-    def __init__(self, pictures: PictureSpec, weights: TowerWeights, device: torch.device) -> None:
-        self._spec, self._weights = pictures, weights
-        self._ops = TowerOps(pictures, device)
+    def __init__(
+        self,
+        pictures: PictureSpec,
+        weights: TowerWeights,
+        sites: TowerSites,
+        device: torch.device,
+        chunk: int,
+    ) -> None:
+        self._spec, self._weights, self._sites = pictures, weights, sites
+        self._ops = TowerOps(pictures, device, chunk)
         ops: Any = self._ops  # it has what the tower's layers ask for
-        tower = pictures.tower
         self._decoder: Decoder[TowerPlan, Any, Any] = Decoder(
-            tower, weights.body, Sites(tower), ops
+            pictures.tower, weights.body, sites, ops
         )
 
-    @property
-    def num_layers(self) -> int:
-        return len(self._decoder.mixers)
+    def encode(
+        self, pictures: Sequence[TowerInput]
+    ) -> Generator[float, None, tuple[torch.Tensor, ...]]:
+        """Launch the way of pictures, one or some small ones, piece by piece. Yields rows times
+        layers of each piece. Returns the results of each picture, `[tokens,
+        PictureSpec.result_size]`.
+        """
+        merger, form = self._spec.merger, self._spec.form
+        patches = [len(each.patches) for each in pictures]
+        parts = [self._ops.parts(each.grid) for each in pictures]
+        rows = [sum(part.rows for part in of) for of in parts]
+        tokens = [form.tokens(each.grid) for each in pictures]
+        lora = _PassLora(pictures, rows)
+        every, every_token = RowSpan(0, sum(rows)), RowSpan(0, sum(tokens))
+        of_tokens = _PassLora(pictures, tokens).of(every_token)
+        hidden = self._embedded(pictures, _PassLora(pictures, patches))
+        normed, (hidden, _) = self._decoder.enter(hidden, None, lora.of(every))
+        joined = self._weights.joined
+        mergers = self._sites.mergers[int(joined is not None) :]
+        every_part = [*chain.from_iterable(parts)]
+        plan, deep = self._ops.plan(every_part), list[torch.Tensor]()
+        for number, mixer in enumerate(self._decoder.mixers):
+            for piece in self._ops.pieces(plan, mixer.layer):
+                yield from self._run(plan, mixer, piece, (normed, hidden), lora)
+            of_deep = self._weights.deep.get(number)
+            if of_deep is not None:
+                sites = mergers[2 + 2 * len(deep) :]
+                x = self._ops.norm(self._by_token(hidden), of_deep.norm)
+                deep.append(self._merged(x, (of_deep.first, of_deep.last), sites, of_tokens))
+        found = hidden if merger.reads_stream else normed
+        if merger.skipped:
+            by_part = found.split([part.rows for part in every_part])
+            found = torch.cat([of_one[merger.skipped :] for of_one in by_part])
+        linears = (self._weights.first, self._weights.body.lm_head)
+        by_token = self._by_token(found)
+        if joined is not None:
+            by_feature = by_token.unflatten(1, (merger.side**2, -1)).transpose(1, 2).flatten(1)
+            by_token = self._ops.linear(by_feature, joined, of_tokens, self._sites.mergers[0])
+        result = self._merged(by_token, linears, mergers, of_tokens)
+        split: tuple[torch.Tensor, ...] = torch.cat((result, *deep), dim=1).split(tokens)
+        return split
 
-    def begin(self, patches: torch.Tensor, grid: Grid) -> TowerPass:
-        """Embed a picture's patches, `[patches, columns]` in the model's dtype."""
+    def _embedded(self, pictures: Sequence[TowerInput], lora: _PassLora) -> torch.Tensor:
         body = self._weights.body
-        hidden = torch.nn.functional.linear(patches, body.embed, self._weights.bias)
-        beside = body.embedding
-        tile = self._spec.form.tile
-        if beside.positions is not None and not tile:
-            hidden = hidden + self._ops.between(beside.positions, grid).to(hidden.dtype)
-        elif beside.positions is not None:
-            by_tile = hidden.unflatten(0, (-1, tile**2))
-            before = len(beside.positions) - tile**2
-            padded = torch.nn.functional.pad(by_tile, (0, 0, before, 0))
-            hidden = (padded + beside.positions).flatten(0, 1)
-        if beside.norm is not None:
-            hidden = self._ops.norm(hidden, beside.norm)
-        normed, stream = self._decoder.enter(hidden, None, None)
-        return TowerPass(self._ops.plan(grid), normed, stream)
+        patches = [each.patches for each in pictures]
+        x = patches[0] if len(patches) == 1 else torch.cat(patches)
+        hidden = functional.linear(x, body.embed, self._weights.bias)
+        adapters = lora.of(RowSpan(0, len(x)))
+        if adapters is not None:
+            adapters.add(self._sites.patches, x, hidden)
+        if body.embedding.positions is not None:
+            split = hidden.split([len(each) for each in patches])
+            grids = (each.grid for each in pictures)
+            hidden = torch.cat([*map(self._placed, split, grids)])
+        norm = body.embedding.norm
+        return hidden if norm is None else self._ops.norm(hidden, norm)
 
-    def advance(self, picture: TowerPass, layers: int) -> None:
-        """Compute so many further layers, or those that are left."""
-        for number in range(picture.done, min(picture.done + layers, self.num_layers)):
-            mixer = self._decoder.mixers[number]
-            qkv = self._ops.linear(picture.normed, mixer.weights.linears[0], None, mixer.sites[0])
-            mixed = self._decoder.mix(picture.plan, number, [qkv])
-            picture.normed, picture.stream = self._decoder.after_mixer(
-                number, mixed, picture.stream, None
+    def _placed(self, hidden: torch.Tensor, grid: Grid) -> torch.Tensor:
+        """Add the vectors of a picture's places, also of the rows before the patches of tiles."""
+        positions, tile = self._weights.body.embedding.positions, self._spec.form.tile
+        assert positions is not None
+        if not tile:
+            return hidden + self._ops.between(positions, grid).to(hidden.dtype)
+        by_tile = hidden.unflatten(0, (-1, tile**2))
+        before = len(positions) - tile**2
+        return (functional.pad(by_tile, (0, 0, before, 0)) + positions).flatten(0, 1)
+
+    def _run(
+        self,
+        plan: TowerPlan,
+        mixer: PreparedMixer,
+        piece: TowerPiece,
+        tensors: tuple[torch.Tensor, torch.Tensor],
+        lora: _PassLora,
+    ) -> Iterator[float]:
+        """Run a layer of some rows. tensors: normed rows and the stream, `[rows, hidden]` each,
+        which become those behind the layer."""
+        normed, hidden = tensors
+        parts = []
+        assert isinstance(mixer.weights, AttentionWeights)
+        for rows in piece.products:
+            linear, site = mixer.weights.linears[0], mixer.sites[0]
+            qkv = self._ops.linear(normed[rows.within(0)], linear, lora.of(rows), site)
+            parts.append(self._ops.heads(plan, mixer.layer, rows, qkv, mixer.weights.qk_norm))
+            if len(piece.products) > 1:
+                yield rows.size
+        heads = parts[0]
+        if len(parts) > 1:
+            joined = (torch.cat(of) for of in zip(*(each[1:] for each in parts), strict=True))
+            heads = Heads(parts[0].begin, *joined)
+        parts.clear()
+        for sights in piece.steps:
+            rows = RowSpan(sights[0].rows.begin, sights[-1].rows.end)
+            at = rows.within(0)
+            mixed = self._ops.attend(plan, mixer.layer, heads, sights)
+            normed[at], (hidden[at], _) = self._decoder.after_mixer(
+                mixer.layer, mixed, Stream(hidden[at]), lora.of(rows)
             )
-            picture.done = number + 1
-            deep = self._weights.deep.get(number)
-            if deep is not None:
-                normed = self._ops.norm(self._by_token(picture.stream.hidden), deep.norm)
-                picture.deep.append(self._merged(normed, deep.first, deep.last))
-
-    def tokens(self, picture: TowerPass) -> torch.Tensor:
-        """Make results of a picture behind all layers: `[tokens, PictureSpec.result_size]`."""
-        merger, last = self._spec.merger, self._weights.body.lm_head
-        found = picture.stream.hidden if merger.reads_stream else picture.normed
-        by_token = self._by_token(found[merger.skipped :])
-        if self._weights.joined is not None:
-            by_feature = by_token.unflatten(1, (merger.side**2, -1)).transpose(1, 2)
-            by_token = self._weights.joined.run(by_feature.flatten(1))
-        result = self._merged(by_token, self._weights.first, last)
-        return torch.cat((result, *picture.deep), dim=1)
+            yield self._ops.cost(sights)
 
     def _by_token(self, patches: torch.Tensor) -> torch.Tensor:
         merger = self._spec.merger
         return patches.reshape(-1, (merger.joined or merger.first).in_features)
 
-    def _merged(self, patches: torch.Tensor, first: Linear, last: Linear) -> torch.Tensor:
+    def _merged(
+        self,
+        patches: torch.Tensor,
+        linears: tuple[Linear, Linear],
+        sites: Sequence[Site],
+        lora: LoraBatch | None,
+    ) -> torch.Tensor:
         """patches: `[tokens, features]`, as the first product takes them."""
-        return last.run(activated(first.run(patches), self._spec.merger.activation))
+        first = self._ops.linear(patches, linears[0], lora, sites[0])
+        inner = activated(first, self._spec.merger.activation)
+        return self._ops.linear(inner, linears[1], lora, sites[1])

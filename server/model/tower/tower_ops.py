@@ -1,7 +1,9 @@
 """Operations of an encoder of pictures, in plain torch on every device."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isqrt
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,16 +15,20 @@ from loraplex.server.model.ops.transfers import to_device
 from loraplex.server.model.ops.turned_heads import StepTurns, Turn, turned_heads
 from loraplex.server.model.spec.model_spec import AttentionSpec
 from loraplex.server.model.spec.picture_spec import PictureSpec
-from loraplex.server.model.tower.geometry import patch_places, table_taps, window_table
+from loraplex.server.model.tower.geometry import patch_places, table_taps
+from loraplex.server.model.tower.tower_plan import (
+    RowSpan,
+    Sight,
+    TowerPart,
+    TowerPiece,
+    WorkSizes,
+    plan_work,
+)
 from loraplex.server.protocol import Grid
 
 
-@dataclass(frozen=True, slots=True)
-class Windows:
-    """Windows of one picture. patches: int64 `[windows, most]`; what fills up a window is any
-    patch. seen: bool `[windows, 1, 1, most]`, False for that; None = every window is full. places:
-    int64 `[patches]`, of each patch among all places of windows.
-    """
+class _Windows(NamedTuple):
+    """A WindowTable on the device."""
 
     patches: torch.Tensor
     seen: torch.Tensor | None
@@ -31,30 +37,86 @@ class Windows:
 
 @dataclass(frozen=True, slots=True)
 class TowerPlan:
-    """Preparation of a picture's attention. positions: int64 `[patches]`, rows of the picture.
-    windows: None = no layer has any."""
+    """Preparation of the attention of pictures that pass together. positions: int64 `[rows]`, lines
+    of their pictures. rope: cos and sin, `[rows, 1, n]`, of each rotation. whole, windowed: as of
+    TowerWork. tables: of all that have windows."""
 
     positions: torch.Tensor
-    turns: StepTurns
-    windows: Windows | None
+    rope: dict[Turn, tuple[torch.Tensor, torch.Tensor]]
+    whole: tuple[TowerPiece, ...]
+    windowed: tuple[TowerPiece, ...]
+    tables: dict[RowSpan, _Windows]
+
+    def turns(self, rows: slice) -> StepTurns:
+        """The rotations of some rows."""
+        return StepTurns({turn: (c[rows], s[rows]) for turn, (c, s) in self.rope.items()}, {})
+
+
+class Heads(NamedTuple):
+    """Queries, keys and values of rows from `begin` on, `[rows, heads, head_dim]` each."""
+
+    begin: int
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
 
 
 class TowerOps(TorchProducts):
-    """Operations of one tower. Each patch sees those of its window, or all of its picture."""
+    """Operations of one tower. Each patch sees those of its window, or all of its picture.
 
-    def __init__(self, pictures: PictureSpec, device: torch.device) -> None:
+    chunk: rows that go through a layer at once.
+    """
+
+    def __init__(self, pictures: PictureSpec, device: torch.device, chunk: int) -> None:
         self._spec, self._device = pictures, device
+        of = pictures.tower.hidden_size
+        self._before = int(bool(pictures.embedding.first))
+        # Products of a layer take about 24 * hidden_size**2 operations a row, attention to a row
+        # takes 4 * hidden_size.
+        self._sizes = WorkSizes(chunk, 6 * of, pictures.merger.side, pictures.window)
 
-    def _attention(self, layer: int) -> AttentionSpec:
+    def attention(self, layer: int) -> AttentionSpec:
         return self._spec.tower.layers[layer].attention
 
-    def plan(self, grid: Grid) -> TowerPlan:
-        """Prepare the attention of one picture. grid: as of `patch_places`."""
-        places = to_device(patch_places(grid, self._spec.merger.side), self._device)
-        return TowerPlan(places[0], StepTurns(self._turned(places), {}), self._windows(grid))
+    def parts(self, grid: Grid) -> list[TowerPart]:
+        """The parts of a picture, whose rows see each other: its tiles, or all of it."""
+        form = self._spec.form
+        height, width = form.stack(grid)
+        count = height // form.tile if form.tile else 1
+        return [TowerPart(height // count, width, self._before)] * count
+
+    def plan(self, parts: Sequence[TowerPart]) -> TowerPlan:
+        """Prepare the attention of parts of pictures that pass together."""
+        side = self._spec.merger.side
+        found = [patch_places((1, part.height, part.width), side) for part in parts]
+        places = to_device(np.concatenate(found, axis=1), self._device)
+        work = plan_work(parts, self._sizes)
+        sights = (sight for piece in work.windowed for step in piece.steps for sight in step)
+        tables = {sight.rows: self._table(sight) for sight in sights}
+        return TowerPlan(places[0], self._turned(places), work.whole, work.windowed, tables)
+
+    def pieces(self, plan: TowerPlan, layer: int) -> tuple[TowerPiece, ...]:
+        """The work of a layer."""
+        return plan.whole if self.attention(layer).window is None else plan.windowed
+
+    def cost(self, sights: Sequence[Sight]) -> float:
+        """How many rows that see few others take as long to go through a layer."""
+        return sum(
+            sight.rows.size * (1 + (sight.windows is None) * sight.keys.size / self._sizes.even)
+            for sight in sights
+        )
+
+    def _table(self, sight: Sight) -> _Windows:
+        assert sight.windows is not None
+        patches, seen, places = (
+            None if each is None else to_device(each, self._device) for each in sight.windows
+        )
+        assert patches is not None
+        assert places is not None
+        return _Windows(patches, seen, places)
 
     def _turned(self, places: torch.Tensor) -> dict[Turn, tuple[torch.Tensor, torch.Tensor]]:
-        attention = self._attention(0)
+        attention = self.attention(0)
         if attention.rope is None:
             return {}
         # Half of the pairs turn by the row, and half by the column.
@@ -73,35 +135,37 @@ class TowerOps(TorchProducts):
             found = found + table[row] * factor[:, None]
         return found
 
-    def _windows(self, grid: Grid) -> Windows | None:
-        if not self._spec.window:
-            return None
-        table = window_table(grid, self._spec.merger.side, self._spec.window)
-        is_patch = table >= 0
-        places = np.empty(int(is_patch.sum()), dtype=np.int64)
-        places[table[is_patch]] = np.flatnonzero(is_patch)
-        seen = None if is_patch.all() else to_device(is_patch[:, None, None], self._device)
-        patches = to_device(np.maximum(table, 0), self._device)
-        return Windows(patches, seen, to_device(places, self._device))
-
-    def attend(
+    def heads(
         self,
         plan: TowerPlan,
         layer: int,
+        rows: RowSpan,
         qkv: torch.Tensor,
-        qk_norm: torch.Tensor | None,
-        sinks: torch.Tensor | None,
+        norm: torch.Tensor | None,
+    ) -> Heads:
+        """Queries, keys and values of rows, normed and rotated. qkv, norm: as of `Ops.attend`."""
+        turns = plan.turns(rows.within(0))
+        return Heads(rows.begin, *turned_heads(self.attention(layer), qkv, norm, turns))
+
+    def attend(
+        self, plan: TowerPlan, layer: int, heads: Heads, sights: Sequence[Sight]
     ) -> torch.Tensor:
-        """Attend as `Ops.attend` does, to patches that see each other; nothing is kept."""
-        spec = self._attention(layer)
-        heads = turned_heads(spec, qkv, qk_norm, plan.turns)
-        windows = plan.windows
-        if spec.window is None or windows is None:
-            q, k, v = (x.transpose(0, 1)[None] for x in heads)
-            found = functional.scaled_dot_product_attention(q, k, v, scale=spec.scale)
+        """Attend to rows that see each other: -> `[rows, heads * head_dim]`, of the sights in their
+        order."""
+        found = [self._attend(plan, layer, heads, sight) for sight in sights]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _attend(self, plan: TowerPlan, layer: int, heads: Heads, sight: Sight) -> torch.Tensor:
+        scale = self.attention(layer).scale
+        rows, keys = (each.within(heads.begin) for each in (sight.rows, sight.keys))
+        q, k, v = heads.q[rows], heads.k[keys], heads.v[keys]
+        if sight.windows is None:
+            q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+            found = functional.scaled_dot_product_attention(q, k, v, scale=scale)
             return found[0].transpose(0, 1).flatten(1)
-        q, k, v = (x[windows.patches].transpose(1, 2) for x in heads)
+        windows = plan.tables[sight.rows]
+        q, k, v = (x[windows.patches].transpose(1, 2) for x in (q, k, v))
         found = functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=windows.seen, scale=spec.scale
+            q, k, v, attn_mask=windows.seen, scale=scale
         )
         return found.transpose(1, 2).flatten(0, 1)[windows.places].flatten(1)

@@ -45,6 +45,10 @@ LIMITS = ExecutorLimits(
 )
 
 
+# The first layer of what reads pictures, in adapters whose name begins with "tower".
+TOWER_LAYER = 7
+
+
 def limits(**changes: Any) -> ExecutorLimits:
     return msgspec.structs.replace(LIMITS, **changes)
 
@@ -53,7 +57,9 @@ def layout(
     digest: str, runs: tuple[int, ...] = (1, 1), extent_bytes: int = 256, table_size: int = 0
 ) -> SlabLayout:
     table = SiteLayout(-1, "lm_head", (0,), (0.0,), 0, (0,), table_offset=0, table_size=table_size)
-    sites = (table,) if table_size else ()
+    sites: tuple[SiteLayout, ...] = (table,) if table_size else ()
+    if digest.startswith("tower"):
+        sites += (SiteLayout(TOWER_LAYER, "merger", (1,), (1.0,), 0, (0,)),)
     return SlabLayout(digest, "base", "float32", extent_bytes, runs, sites)
 
 
@@ -184,17 +190,18 @@ class Harness:
     def _read_pictures(self) -> bool:
         """Carry pictures on as the loop does; whether anything happened."""
         asked, self.asked = (self.asked, []) if self.auto_pictures else ([], self.asked)
-        for picture in (picture for message in asked for picture in message.pictures):
-            self.send_picture(picture)
+        for picture in dict.fromkeys(each for message in asked for each in message.pictures):
+            self.send_picture(picture)  # a worker decodes it once for all
         pictures = self.scheduler.pictures
         if not pictures.busy:
             return bool(asked)
         for news in self.executor.poll_pictures():
             self.scheduler.picture_news(news)
-        layers = pictures.next_layers()
-        if layers:
-            self.executor.encode(layers)
-            pictures.launched(layers)
+        count = pictures.next_work()
+        if count:
+            ticket = self.executor.encode(count)
+            pictures.launched(count, is_last=ticket.is_last)
+            self.scheduler.encoded(ticket.seconds())
         self.exchange()
         return True
 
@@ -398,7 +405,9 @@ class Harness:
 
 def right(harness: Harness, request: GenerateRequest) -> list[int]:
     """All tokens of a request's answer."""
-    ids = pictured_ids(request.prompt_ids, request.pictures)
+    acting = request.acting or ""
+    adapter = acting if acting.startswith("tower") and request.adapter_from is not None else ""
+    ids = pictured_ids(request.prompt_ids, request.pictures, adapter)
     wanted, begins = request.sampling.max_tokens, request.adapter_from
     options = harness.executor.options
     return certified_output(request.acting, ids, wanted, options, adapter_from=begins)

@@ -90,8 +90,8 @@ class Alone:
         told, self.pictures = self.pictures, []
         return told
 
-    def encode(self, layers: int) -> None:
-        self.calls.append(f"encode {layers}")
+    def encode(self, pictures: int) -> None:
+        self.calls.append(f"encode {pictures}")
 
     def close(self) -> None:
         self.calls.append("close")
@@ -161,26 +161,26 @@ def test_what_it_does_the_others_do(pair: Pair) -> None:
 
 
 def test_a_picture_is_in_once_all_have_its_patches(pair: Pair) -> None:
-    copies = [PictureCopy(name, (1, 2, 2), 64, 4, 6, (0,)) for name in "ab"]
+    copies = [PictureCopy(name, (1, 2, 2), 64, 4, 6, (n,)) for n, name in enumerate("ab")]
     for copy in copies:
         pair.leader.start_picture(copy)
         assert pair.told() == StartPicture(copy)
-    pair.alone.pictures = [PictureIn("a"), PictureIn("b", "no memory")]
+    pair.alone.pictures = [PictureIn(0), PictureIn(1, "no memory")]
     assert pair.leader.poll_pictures() == []
-    pair.answer(PictureIn("a"))
-    assert first_news(pair.leader.poll_pictures) == [PictureIn("a")]
+    pair.answer(PictureIn(0))
+    assert first_news(pair.leader.poll_pictures) == [PictureIn(0)]
     pair.leader.encode(3)
     assert pair.told() == Encode(3)
     pair.answer(CopyOver(2, "of nobody"))
-    pair.answer(PictureIn("b", "no memory"))
-    assert first_news(pair.leader.poll_pictures) == [PictureIn("b", "no memory")]
+    pair.answer(PictureIn(1, "no memory"))
+    assert first_news(pair.leader.poll_pictures) == [PictureIn(1, "no memory")]
     assert pair.alone.calls == ["picture a", "picture b", "encode 3"]
 
 
 def test_a_picture_that_some_lack_is_the_end_of_the_group(pair: Pair) -> None:
     pair.leader.start_picture(PictureCopy("a", (1, 2, 2), 64, 4, 6, (0,)))
-    pair.alone.pictures = [PictureIn("a")]
-    pair.answer(PictureIn("a", "it is gone"))
+    pair.alone.pictures = [PictureIn(0)]
+    pair.answer(PictureIn(0, "it is gone"))
     with pytest.raises(GroupLost, match="lacks a picture: it is gone"):
         first_news(pair.leader.poll_pictures)
 

@@ -12,18 +12,18 @@ from loraplex.server.engine.executor import PictureLimits
 from loraplex.server.engine.memory.picture_cache import PictureCache, PictureKey
 from loraplex.server.engine.scheduling.sequence import State
 from loraplex.server.protocol import BACKGROUND_PRIORITY, GenerateRequest, PictureForm, PictureSpan
-from tests.server.engine.harness import Harness, limits, make_request, right
+from tests.server.engine.harness import TOWER_LAYER, Harness, limits, make_request, right
 
 TOKEN = 90
 PICTURES = PictureLimits(
     token_id=TOKEN,
     form=PictureForm(side=2),
     columns=6,
-    layers=5,
     most_tokens=24,
     num_blocks=8,
     block_tokens=4,
-    chunk=20,
+    chunk=40,
+    tower_layer=TOWER_LAYER,
 )
 GRIDS = {"a": (1, 4, 4), "b": (1, 4, 6), "c": (1, 2, 2), "d": (1, 8, 4), "e": (1, 2, 10)}
 
@@ -186,6 +186,81 @@ def test_a_failed_device_fails_pictures_on_their_way() -> None:
     made.assert_at_rest()
 
 
+def test_results_are_kept_by_the_adapter_that_changes_the_tower() -> None:
+    made = harness(msgspec.structs.replace(PICTURES, num_blocks=12))
+    of = [(None, 1.0), ("x", 1.0), ("tower x", 1.0), ("tower x", 0.5), ("tower y", 1.0)]
+    requests = [
+        pictured([5, "a", 7], adapter=adapter, adapter_scale=scale, request_id=f"{adapter}{scale}")
+        for adapter, scale in of
+    ]
+    keys = [made.submit(request) for request in requests]
+    made.run()
+    for key, request in zip(keys, requests, strict=True):
+        assert made.tokens(key) == right(made, request)
+    entries = made.scheduler.pictures.cache._entries
+    acting = ["", "tower x", "tower x*0.5", "tower y"]
+    assert sorted(entries) == [PictureKey("a", GRIDS["a"], each) for each in acting]
+    made.assert_at_rest()
+
+
+def test_an_adapter_stays_until_its_pictures_are_computed() -> None:
+    made = harness()
+    made.auto_pictures = False
+    first = made.submit(pictured([5, "a", 7], adapter="tower x"))
+    for _ in range(4):
+        made.cycle()
+    arena = made.scheduler.arena
+    assert arena.leases("tower x") == 1
+    others = [made.submit(make_request([1, 2], adapter=each)) for each in ("y", "z")]
+    for _ in range(30):
+        made.cycle()
+    assert arena.stage("tower x") == "ready"
+    made.auto_pictures = True
+    made.run()
+    assert {made.last(key).finish for key in (first, *others)} == {"length"}
+    made.assert_at_rest()
+
+
+def test_an_activated_adapter_does_not_change_the_tower() -> None:
+    made = harness()
+    key = made.submit(pictured([5, "a", 7], adapter="tower x", adapter_from=3))
+    made.run()
+    assert "acts on all tokens" in str(made.last(key).message)
+    made.assert_at_rest()
+
+
+def test_small_pictures_pass_the_tower_together_and_their_waiters_pay() -> None:
+    made = harness()
+    made.auto_pictures = False
+    two = [made.submit(pictured([i, "c", 7])) for i in (1, 2)]
+    one = made.submit(pictured([3, "e", 7], adapter="tower x"))
+    text = made.submit(make_request([4, 5], 30))
+    for _ in range(3):
+        made.cycle()
+    made.auto_pictures = True
+    made.run()
+    assert made.executor.pictures.most_passing == 2
+    costs = {key: made.last(key).cost for key in (*two, one, text)}
+    seconds = [0.0 if cost is None else cost.device_s for cost in costs.values()]
+    # 4 and 20 patches.
+    assert seconds == pytest.approx([1.25 / 12, 1.25 / 12, 1.25 * 5 / 6, 0.0], abs=1e-5)
+    assert made.scheduler.shares.use.pictures == pytest.approx(1.25)
+    made.assert_at_rest()
+
+
+def test_what_nobody_waits_for_is_nobodys() -> None:
+    made = harness()
+    key = made.submit(pictured([1, "d"]))
+    while made.scheduler.pictures._passing == 0:
+        made.cycle()
+    made.abort(key)
+    made.run()
+    use = made.scheduler.shares.use
+    assert use.pictures + use.late == pytest.approx(1.25)
+    assert use.late > 0
+    made.assert_at_rest()
+
+
 def test_logprobs_of_placeholders_are_null() -> None:
     made = harness()
     key = made.submit(pictured([5, "c", 6, 7], prompt_logprobs=1))
@@ -257,13 +332,14 @@ def test_any_mixture_ends_right(seed: int) -> None:
         request = pictured(
             [*parts, 5],
             max_tokens=random.randint(1, 9),
-            adapter=random.choice([None, "x", "y"]),
+            adapter=random.choice([None, "x", "tower x", "tower y"]),
+            adapter_scale=random.choice([1.0, 1.0, 2.0]),
             request_id=str(number),
             priority=random.choice([0, 0, 1, BACKGROUND_PRIORITY]),
         )
         if len(request.prompt_ids) > 40:
             continue
-        if request.adapter is not None and random.random() < 0.3:
+        if request.adapter == "x" and random.random() < 0.3:
             begins = random.randrange(len(request.prompt_ids))
             request = msgspec.structs.replace(request, adapter_from=begins)
         requests[made.submit(request)] = request

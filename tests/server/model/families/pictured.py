@@ -1,6 +1,7 @@
 """Tiny models that read pictures, their pictures, and transformers' answers to both."""
 
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -299,21 +300,24 @@ class PicturedEngine(Engine):
     def __init__(self, driver: Driver, adapters: Mapping[str, AnyPacked], **options: Any) -> None:
         super().__init__(driver, adapters, **options)
         self.grids = {name: picture.grid for name, picture in PICTURES.items()}
-        self._segments = dict[str, int]()
+        self._segments = defaultdict[str, list[int]](list)
         end = len(driver.arena)
-        for name, picture in PICTURES.items():
+        for name, picture in (*PICTURES.items(), *PICTURES.items()):
             patches = picture.patches.numpy().tobytes()
             driver.arena[end - len(patches) : end] = patches
-            end = self._segments[name] = end - len(patches)
+            end -= len(patches)
+            self._segments[name].append(end)
 
     def segment(self, picture: str) -> int:
-        return self._segments[picture]
+        places = self._segments[picture]
+        places.reverse()  # the other may be on its way
+        return places[0]
 
     def _read_pictures(self) -> bool:
         """Patches are on their way on a thread, and here nothing else may happen meanwhile."""
         pictures = self.scheduler.pictures
         until = time.monotonic() + _TIMEOUT_S
-        while pictures.busy and not pictures.next_layers():
+        while pictures.busy and not pictures.next_work() and pictures._started:
             news: list[PictureIn] = self.executor.poll_pictures()
             for item in news:
                 self.scheduler.picture_news(item)

@@ -1,5 +1,7 @@
 """Encoders of pictures: their configuration, their tensors, and where patches lie."""
 
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +23,23 @@ from loraplex.launcher.known_models import served_families
 from loraplex.server.config import ConfigError
 from loraplex.server.model.checkpoint.checkpoint import CheckpointError, read_config
 from loraplex.server.model.families.registry import read_model
+from loraplex.server.model.lora.sites import TowerSites
 from loraplex.server.model.ops.memory import memory_table, picture_limits, weights_bytes
 from loraplex.server.model.spec.model_spec import ModelSpec
 from loraplex.server.model.spec.served_as import served_as
 from loraplex.server.model.tower.geometry import patch_places, table_taps, window_table
-from loraplex.server.model.tower.tower import Tower
+from loraplex.server.model.tower.tower import Tower, TowerInput
+from loraplex.server.model.tower.tower_plan import (
+    RowSpan,
+    TowerPart,
+    TowerPiece,
+    WorkSizes,
+    plan_work,
+)
 from loraplex.server.model.weights import load_tower
 from loraplex.server.protocol import PictureForm
 from tests.server.model.driver import Driver, engine_config
-from tests.server.model.families.pictured import PICTURES, SQUARES, make_pictured
+from tests.server.model.families.pictured import PICTURES, SQUARES, Picture, make_pictured
 from tests.server.model.families.pictured import llava as llava_config
 from tests.server.model.hub_models import SIZES, random_model, save_model
 
@@ -220,12 +230,22 @@ def test_features_are_those_of_transformers(layer: int, strategy: Any, tmp_path:
     read = read_config(save_model(model, tmp_path)).pictures
     picture = PICTURES[SQUARES["llava"] + "a"]
     assert read is not None
-    tower = Tower(read, load_tower(tmp_path, read_config(tmp_path), torch.float32, CPU), CPU)
-    passing = tower.begin(picture.patches, picture.grid)
-    tower.advance(passing, 1)
-    tower.advance(passing, tower.num_layers)
+    weights = load_tower(tmp_path, read_config(tmp_path), torch.float32, CPU)
+    sites = TowerSites(read.tower, first_layer=3)
+    (found,) = encoded(Tower(read, weights, sites, CPU, 1024), [picture])
     (expected,) = model.get_image_features(picture.pixels[None]).pooler_output
-    assert (tower.tokens(passing) - expected).abs().max() < 1e-4
+    assert (found - expected).abs().max() < 1e-4
+
+
+def encoded(tower: Tower, pictures: Sequence[Picture]) -> tuple[torch.Tensor, ...]:
+    """Results of pictures that pass together."""
+    work = tower.encode([TowerInput(each.patches, each.grid) for each in pictures])
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            found: tuple[torch.Tensor, ...] = end.value
+            return found
 
 
 @pytest.fixture(scope="module")
@@ -305,3 +325,55 @@ def test_patches_lie_as_in_transformers(height: int, width: int, window: int) ->
     expected = {frozenset(part) for part in np.split(patches, ends[1:-1].tolist())}
     found = {frozenset(row[row >= 0].tolist()) for row in window_table(grid, 2, window)}
     assert found == expected
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "llava"])
+def test_pictures_together_and_in_blocks_are_as_alone(kind: str, tmp_path: Path) -> None:
+    model = read_config(save_model(make_pictured(kind, num_hidden_layers=3), tmp_path))
+    assert model.pictures is not None
+    sites = TowerSites(model.pictures.tower, first_layer=3)
+    parts = (model.pictures, load_tower(tmp_path, model, torch.float32, CPU), sites, CPU)
+    pictures = [PICTURES[SQUARES.get(kind, "") + name] for name in "aecd"]
+    together = encoded(Tower(*parts, 1024), pictures)
+    for number, picture in enumerate(pictures):
+        for chunk in (1024, 24, 1):
+            (alone,) = encoded(Tower(*parts, chunk), [picture])
+            assert (together[number] - alone).abs().max() < 1e-5
+
+
+def steps_of(piece: TowerPiece) -> list[RowSpan]:
+    return [RowSpan(step[0].rows.begin, step[-1].rows.end) for step in piece.steps]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(0, 1)), min_size=1),
+    st.integers(1, 90),
+    st.integers(1, 3),
+)
+@settings(max_examples=60, deadline=None)
+def test_work_of_a_tower_is_every_row_once(
+    sizes: list[tuple[int, int, int]], chunk: int, window: int
+) -> None:
+    parts = [TowerPart(2 * high, 2 * wide, 0 if window else row) for high, wide, row in sizes]
+    work = plan_work(parts, WorkSizes(chunk, 50, 2, window))
+    ends = [*accumulate(part.rows for part in parts)]
+    for pieces in work:
+        products = [rows for piece in pieces for rows in piece.products]
+        steps = [rows for piece in pieces for rows in steps_of(piece)]
+        for each in (products, steps):
+            assert [rows.begin for rows in each] == [0, *(rows.end for rows in each[:-1])]
+            assert each[-1].end == ends[-1]
+        largest = max(part.rows for part in parts)
+        stripe = 4 * window * max(part.width for part in parts)
+        assert max(rows.size for rows in products) <= max(
+            chunk, largest if len(parts) > 1 else 0, stripe
+        )
+    whole = [sight for piece in work.whole for step in piece.steps for sight in step]
+    assert {sight.keys.end for sight in whole} == {*ends}
+    for piece in work.windowed:
+        for sight in (sight for step in piece.steps for sight in step):
+            assert sight.windows is not None
+            assert sorted(sight.windows.places.tolist()) == [*range(sight.rows.size)] or (
+                sight.windows.seen is not None
+            )

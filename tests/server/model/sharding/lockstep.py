@@ -198,8 +198,8 @@ class Lockstep:
     def poll_pictures(self) -> list[PictureIn]:
         return self._all(lambda i: self.devices[i].poll_pictures())[0]
 
-    def encode(self, layers: int) -> Any:
-        return self._all(lambda i: self.devices[i].encode(layers))[0]
+    def encode(self, pictures: int) -> Any:
+        return self._all(lambda i: self.devices[i].encode(pictures))[0]
 
     def close(self) -> None:
         self._all(lambda i: self.devices[i].close())

@@ -21,6 +21,7 @@ from loraplex.router.api.request.pictures import (
     in_messages,
     in_text,
     placed,
+    spaced,
 )
 from loraplex.router.call import Api, GenerationCall, RequestError
 from loraplex.router.pictures.reader import Picture, PictureReader
@@ -122,8 +123,10 @@ async def _encode_with(
     """Encodes a text, and gives each picture its tokens at its place there. Raises RequestError
     (context_length, invalid, unsupported).
     """
-    prompt = await model.turns.run(len(text), lambda: _encode(call, model, text, _PARAM[call.api]))
     vision = model.card.vision
+    if vision is not None and pictures:
+        text = spaced(text, vision, model.token(vision.spot) or "")
+    prompt = await model.turns.run(len(text), lambda: _encode(call, model, text, _PARAM[call.api]))
     if vision is None or not pictures:
         return prompt
     grids = [picture.grid for picture in pictures]

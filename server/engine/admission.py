@@ -56,7 +56,7 @@ def refuse(request: GenerateRequest, limits: ExecutorLimits) -> Refusal | None:
     problem = problem or _bad_vector(request, limits)
     if problem is not None:
         return Refusal("invalid_request", problem)
-    problem = _bad_pictures(request, limits.pictures) if request.pictures else None
+    problem = _bad_pictures(request, limits) if request.pictures else None
     if problem is not None:
         return Refusal("invalid_image", problem)
     return _too_long(request, limits)
@@ -176,12 +176,14 @@ def _bad_vector(request: GenerateRequest, limits: ExecutorLimits) -> str | None:
     return None
 
 
-def _bad_pictures(request: GenerateRequest, limits: PictureLimits | None) -> str | None:
+def _bad_pictures(request: GenerateRequest, whole: ExecutorLimits) -> str | None:
+    limits, end = whole.pictures, 0
     if limits is None:
         return "pictures: the model reads none here"
-    end = 0
     for span in request.pictures:
         problem = _bad_span(span, limits)
+        if problem is None and limits.is_joined:
+            problem = _not_in_one_step(span, request.adapter_from or 0, whole)
         if problem is None and not end <= span.start <= len(request.prompt_ids) - span.length:
             problem = f"token {span.start} is no place for one, behind those before it"
         begin, end = span.start, span.start + span.length
@@ -203,6 +205,19 @@ def _bad_span(span: PictureSpan, limits: PictureLimits) -> str | None:
         return f"a picture of {span.grid} patches does not take {span.length} tokens"
     if tokens > limits.most_tokens:
         return f"a picture of {tokens} tokens; one can have at most {limits.most_tokens}"
+    return None
+
+
+def _not_in_one_step(span: PictureSpan, adapter_from: int, limits: ExecutorLimits) -> str | None:
+    """Why no slice can have all tokens of a picture, whatever else a step computes; or None."""
+    most = limits.max_step_tokens - limits.most_decodes
+    if span.length > most:
+        return (
+            f"a picture of {span.length} tokens, which see each other; beside other sequences a"
+            f" step has room for {most} (--max-step-tokens)"
+        )
+    if span.start < adapter_from < span.start + span.length:
+        return "adapter_from must not lie within a picture, whose tokens see each other"
     return None
 
 

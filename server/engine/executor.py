@@ -29,6 +29,7 @@ class PictureLimits(msgspec.Struct, frozen=True):
     block_tokens: of the cache of results, and of one of its blocks. chunk: patches times layers
     that are computed at once, between two steps. is_flat: tokens of a picture turn by their
     positions, as text does. tower_layer: the number, in slabs, of the tower's first layer.
+    is_joined: tokens of a picture see each other, so that one step computes all of them.
     """
 
     token_id: int
@@ -40,6 +41,7 @@ class PictureLimits(msgspec.Struct, frozen=True):
     chunk: int
     is_flat: bool = False
     tower_layer: int = 1 << 20
+    is_joined: bool = False
 
     def blocks(self, tokens: int) -> int:
         """Blocks that so many tokens of a picture take."""

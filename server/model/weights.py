@@ -46,6 +46,7 @@ from loraplex.server.model.spec.model_spec import (
     layer_path,
 )
 from loraplex.server.model.spec.moe_spec import MoeSpec
+from loraplex.server.model.spec.picture_spec import PoolSpec
 from loraplex.server.model.spec.served_as import form_at_load
 from loraplex.server.model.state_weights import StateWeights, load_states
 from loraplex.server.model.weight_source import WeightSource, path_in
@@ -229,24 +230,34 @@ class DeepMergerWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolWeights:
+    """Weights of a PoolSpec. shift, scale: `[features]`; None = there is none."""
+
+    norm: Norm
+    shift: torch.Tensor | None
+    scale: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
 class TowerWeights:
     """Weights of an encoder of pictures. body: `embed` is the matrix of patches, `[hidden,
     columns]`, and `lm_head` the merger's last one. joined, first: the merger's other matrices.
-    bias: of patches. deep: by the tower's layer. None = there is none."""
+    bias: of patches. deep: by the tower's layer. pool: as of MergerSpec. None = there is none."""
 
     body: ModelWeights
-    first: Linear
+    first: Linear | None
     bias: torch.Tensor | None
     deep: dict[int, DeepMergerWeights]
     joined: Linear | None
+    pool: PoolWeights | None = None
 
     @property
     def products(self) -> tuple[Linear, ...]:
         """The products outside of layers: of `MergerSpec.linears`, and that of patches."""
         of_deep = ((each.first, each.last) for each in self.deep.values())
         patches = DenseLinear(self.body.embed, self.bias)
-        joined = () if self.joined is None else (self.joined,)
-        return *joined, self.first, self.body.lm_head, *chain.from_iterable(of_deep), patches
+        others = (each for each in (self.joined, self.first) if each is not None)
+        return *others, self.body.lm_head, *chain.from_iterable(of_deep), patches
 
 
 def load_weights(
@@ -327,8 +338,17 @@ def load_tower(
         )
         for each in merger.deep
     }
-    joined = None if merger.joined is None else source.linear(merger.joined)
-    return TowerWeights(body, source.linear(merger.first), bias, deep, joined)
+    joined, first = (
+        None if of is None else source.linear(of) for of in (merger.joined, merger.first)
+    )
+    return TowerWeights(body, first, bias, deep, joined, _load_pool(source, merger.pool))
+
+
+def _load_pool(source: WeightSource, spec: PoolSpec | None) -> PoolWeights | None:
+    if spec is None:
+        return None
+    shift, scale = (source.get(name) if name else None for name in (spec.shift, spec.scale))
+    return PoolWeights(_norm(source, spec.norm), shift, scale)
 
 
 def _load_dense(folder: Path, device: torch.device) -> tuple[VectorDense, ...]:
@@ -417,7 +437,8 @@ def _load_layer(source: WeightSource, model: ModelSpec, index: int) -> LayerWeig
 def _norm(source: WeightSource, spec: NormSpec, layer: int | None = None) -> Norm:
     if not spec.has_weight:
         ones = torch.ones(spec.size, dtype=source.dtype, device=source.device)
-        return LayerNorm(ones, None, spec.epsilon)
+        is_rms = spec.kind == "rms"
+        return RmsNorm(ones, spec.epsilon) if is_rms else LayerNorm(ones, None, spec.epsilon)
     path = path_in(spec.path, layer)
     name = f"{path}.{spec.name}"
     weight = source.get(name)

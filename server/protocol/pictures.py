@@ -74,7 +74,9 @@ class VisionCard(msgspec.Struct, frozen=True):
     min_pixels, max_pixels: of the resized picture. mean, std: of red, green and blue, from 0 to 1.
     token_id: the placeholder of a token of a picture. spot_id: the token of a prompt that becomes a
     picture; None = the placeholder. opens_id, closes_id: the tokens that a prompt has around it;
-    None = there is none. before, after: ids that come around a picture's placeholders. By the rule
+    None = there is none. before, after: ids that come around a picture's placeholders. around: text
+    that comes on both sides of each spot, before the prompt is encoded. resample: Pillow's number
+    of the filter that resizes. By the rule
     `clip` the shorter side gets `shortest_edge` pixels (0 = each gets `crop_size`), and the model
     sees the middle square of `crop_size` pixels a side; by the other both are 0. By
     the rule `pixtral` neither side has more than `longest_edge` pixels. row_ends: the ids behind
@@ -93,6 +95,8 @@ class VisionCard(msgspec.Struct, frozen=True):
     closes_id: int | None = None
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
+    around: str = ""
+    resample: int = 3
     min_pixels: int = 0
     max_pixels: int = 0
     shortest_edge: int = 0

@@ -335,6 +335,9 @@ def prompts(capability: int) -> None:
         for scores in (FULL, PLAIN, SLOPED, FULL_SLOPED):
             context = (table, tiles, shape, scores.rule, scores.sinks, q.clone())
             prompt_attention(q, CachePages(pages, pages), *context)
+            if scores.rule.slopes is None:
+                lasts = torch.zeros(8, dtype=torch.int32)
+                prompt_attention(q, CachePages(pages, pages), *context, lasts)
 
 
 def latents(capability: int) -> None:

@@ -63,6 +63,12 @@ class Case:
                 cache[pages] = flat.view(-1, *shape[1:])
         self.q = torch.randn(sum(n for _, n in chunks) + 2, num_heads, head_dim).to(device, dtype)
         self.sinks = torch.randn(num_heads).to(device) if sinks else None
+        self.lasts: list[torch.Tensor | None] = [None] * len(chunks)
+
+    def join(self, spans: tuple[tuple[int, int], ...]) -> None:
+        """spans: places in every context whose tokens see each other; none goes on behind a chunk
+        that has some of it."""
+        self.lasts = [last_seen(start, n, spans).to(self.q.device) for start, n in self.chunks]
 
     def run(self, shape: TileShape, idle: int = 0) -> torch.Tensor:
         """idle: tiles of no tokens behind the others."""
@@ -74,17 +80,22 @@ class Case:
         on_device = torch.from_numpy(tiles).to(self.q.device)
         k, v = self.cache
         context = (self.page_table, on_device, shape, self.rule, self.sinks)
-        prompt_attention(self.q, CachePages(k, v), *context, out)
+        lasts = [of for of in self.lasts if of is not None]
+        of_all = torch.cat(lasts).int() if lasts else None
+        prompt_attention(self.q, CachePages(k, v), *context, out, of_all)
         assert out[-2:].eq(7).all(), "tokens of no tile are left as they are"
         return out[:-2]
 
     def expected(self) -> torch.Tensor:
         found, first = [], 0
-        for (start, n), pages in zip(self.chunks, self.lists, strict=True):
+        of_chunks = zip(self.chunks, self.lists, self.lasts, strict=True)
+        for (start, n), pages, lasts in of_chunks:
             k, v = (cache[pages].flatten(0, 1)[: start + n].double() for cache in self.cache)
             q = self.q[first : first + n].double()
             sinks = None if self.sinks is None else self.sinks.double()
-            found.append(attended(q, k.nan_to_num(), v.nan_to_num(), start, self.rule, sinks))
+            found.append(
+                attended(q, k.nan_to_num(), v.nan_to_num(), start, self.rule, sinks, lasts)
+            )
             first += n
         return torch.cat(found)
 
@@ -94,6 +105,14 @@ class Case:
         torch.testing.assert_close(out, self.expected(), atol=tolerance, rtol=tolerance)
 
 
+def last_seen(start: int, count: int, spans: tuple[tuple[int, int], ...]) -> torch.Tensor:
+    """The last position that each token from `start` on sees."""
+    found = torch.arange(start, start + count)
+    for begin, end in spans:
+        found[(found >= begin) & (found < end)] = end - 1
+    return found
+
+
 def attended(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -101,6 +120,7 @@ def attended(
     start: int,
     rule: ScoreRule,
     sinks: torch.Tensor | None,
+    lasts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q `[n, heads, head_dim]` of tokens from `start` on; k, v `[start + n, kv_heads, head_dim]`;
     all float64."""
@@ -113,7 +133,8 @@ def attended(
     key = torch.arange(len(k), device=q.device)
     if rule.slopes is not None:
         scores = scores + rule.slopes.double()[:, None, None] * (key - query)
-    seen = (key <= query) & (key > query - (rule.window or len(k)))
+    last = query if lasts is None else lasts[:, None]
+    seen = (key <= last) & (key > query - (rule.window or len(k)))
     scores = scores.masked_fill(~seen, -math.inf)
     if sinks is not None:
         scores = torch.cat((scores, sinks[:, None, None].expand(-1, len(q), 1)), dim=-1)
@@ -152,6 +173,23 @@ def test_chunks_of_several_prompts(
     rule = sloped(rule, heads[0], slopes, device)
     case = Case(CHUNKS, heads, rule, device=device, sinks=sinks)
     case.check(small(heads[0] // heads[1]), idle=3)
+
+
+@pytest.mark.parametrize(
+    ("heads", "rule"),
+    sparse(
+        [(4, 2, 64), (7, 1, 24)],
+        [ScoreRule(0.3, softcap=2.0), ScoreRule(0.2, window=9), ScoreRule(0.2, window=40)],
+    ),
+)
+def test_tokens_of_a_span_see_each_other(
+    device: torch.device, heads: tuple[int, int, int], rule: ScoreRule
+) -> None:
+    """Spans begin before a chunk, within it and at its end, and are longer than a tile."""
+    chunks, spans = [(0, 60), (13, 47), (17, 3), (20, 40), (3, 17)], ((4, 20), (20, 60))
+    case = Case(chunks, heads, rule, device=device)
+    case.join(spans)
+    case.check(small(heads[0] // heads[1]))
 
 
 @pytest.mark.parametrize("window", beyond(5, [1, 15, 16, 17, 64, 2, 31, 32, 33]))

@@ -136,6 +136,11 @@ def data_of(url: str) -> bytes | None:
         raise ValueError(f"the data URL holds no base64: {error}") from None
 
 
+def spaced(text: str, vision: VisionCard, spot: str) -> str:
+    """The prompt with the text that comes around each picture's spot. spot: that token."""
+    return text.replace(spot, f"{vision.around}{spot}{vision.around}") if vision.around else text
+
+
 def placed(
     ids: Sequence[int], parts: Sequence[str], grids: Sequence[Grid], vision: VisionCard
 ) -> tuple[list[int], list[str], list[tuple[int, int]]]:
@@ -147,6 +152,8 @@ def placed(
     spots = [i for i, token_id in enumerate(ids) if token_id == vision.spot]
     if len(spots) != len(grids):
         raise ValueError(f"the prompt has {len(spots)} places for {len(grids)} images")
+    if vision.spot != vision.token_id and vision.token_id in ids:
+        raise ValueError("the prompt has placeholders beside those of its images")
     longer: list[int] = []
     longer_parts: list[str] = []
     spans: list[tuple[int, int]] = []

@@ -46,9 +46,11 @@ class Batch:
 
     def room(self, sequence: Sequence) -> int:
         """Tokens of its prompt for which the step has room; 0 or less = none."""
-        most = self._prompts.most(sequence, self._max_tokens - self.budget)
-        if self._is_causal or most <= 0:
-            return min(self.budget, most)
+        most = min(self.budget, self._prompts.most(sequence, self._max_tokens - self.budget))
+        if most <= 0:
+            return most
+        if self._is_causal:
+            return sequence.whole(most, self.budget)
         return sequence.num_wanted if sequence.num_wanted <= self.budget else 0
 
     def start(self, sequence: Sequence) -> None:
@@ -108,9 +110,9 @@ class Batch:
         """Compute as many of the tokens that the sequence wants as the budget and its pages
         allow. draft: of a decode slice, as long as `room_for_draft` at most."""
         start = sequence.num_computed
-        num_new = min(self.budget, sequence.num_wanted, sequence.room(self._page_size))
-        if num_new > 1:
-            num_new = max(1, min(num_new, self.room(sequence)))
+        num_new = most = min(self.budget, sequence.num_wanted, sequence.room(self._page_size))
+        if most > 1:
+            num_new = sequence.whole(max(1, min(most, self.room(sequence))), most)
         if start < sequence.adapter_from:  # a slice has one adapter
             num_new = min(num_new, sequence.adapter_from - start)
         end = start + num_new

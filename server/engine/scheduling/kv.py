@@ -170,14 +170,14 @@ class SequencePages:
                 return pages
         if room >= soon:
             return []
-        return self._more(sequence, self.pool.available, sequence.num_computed + 1)
+        return self._more(sequence, self.pool.available, sequence.least_end)
 
     def _more(self, sequence: Sequence, spare: int, tokens: int) -> list[list[int]] | None:
         """Pages of each group that a sequence lacks: with a window for a token at least, and for a
         step where there are as many; else for so many tokens. Takes at most `spare`; None = there
         are not enough."""
         needed, wanted = list[int](), list[int]()
-        one = sequence.num_computed + 1
+        one = sequence.least_end
         step = max(one, min(len(sequence.tokens), sequence.num_computed + self._step_tokens))
         for window, group in zip(self.windows, sequence.pages, strict=True):
             least, most = (tokens, tokens) if window is None else (one, step)

@@ -109,6 +109,8 @@ class Scheduler:
         refusal = refuse(request, self.limits)
         deadline = None if request.deadline_s is None else now + request.deadline_s
         sequence = Sequence(key, request, precedence, token_limit(request, self.limits), deadline)
+        pictures = self.limits.pictures
+        sequence.joins_pictures = pictures is not None and pictures.is_joined
         if key in self._sequences:
             self._events.append(error_event(sequence, "invalid_request", f"key {key} is in use"))
             return
@@ -395,6 +397,9 @@ class Scheduler:
                 self.recalls.park(sequence)
                 return True
             if is_coming is None and self.pages.take(sequence, reserve):
+                if sequence.joins_pictures and batch.room(sequence) <= 0:
+                    self.pages.release(sequence)  # it goes on within a picture
+                    return False
                 self._start(batch, sequence)
                 return True
             if not self._give_way(sequence):

@@ -134,6 +134,7 @@ class Sequence:
     prompt_len: int = 0
     last_input: int = 0  # tokens that are ever inputs; an output's last token never is
     pictures_end: int = 0  # the first token behind all pictures; 0 = there are none
+    joins_pictures: bool = False  # the tokens of a picture are computed together
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.request.prompt_ids)
@@ -242,6 +243,25 @@ class Sequence:
         if is_long != self.is_long:
             self.is_long = is_long
             self.hashes.clear()
+
+    def whole(self, count: int, budget: int) -> int:
+        """How many of its next `count` tokens one slice can have; 0 = none. Of pictures that are
+        joined it has all tokens or none, and more than `count` only of the first one. budget: the
+        most that it may have.
+        """
+        start = self.num_computed
+        for span in self.request.pictures if self.joins_pictures else ():
+            end = span.start + span.length
+            if span.start < start + count < end:
+                rest = end - start if start >= span.start else span.start - start
+                return rest if rest <= budget else 0
+        return count
+
+    @property
+    def least_end(self) -> int:
+        """Where the shortest slice ends that it can have now."""
+        start = self.num_computed
+        return start + self.whole(1, sys.maxsize)
 
     def slot_at(self, position: int) -> int:
         """The adapter's slot if it acts on the token there, else -1."""

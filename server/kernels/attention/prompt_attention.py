@@ -109,13 +109,15 @@ def prompt_attention(
     rule: ScoreRule,
     sinks: torch.Tensor | None,
     out: torch.Tensor,
+    lasts: torch.Tensor | None = None,
 ) -> None:
     """Compute attention of prompts, tile by tile. q, out: `[tokens, heads, head_dim]`, contiguous;
     tokens of no tile are left as they are. cache: with the prompts' own keys and values.
     page_table: int64 `[rows, pages a row]`. tiles: int32 `[tiles, 4]`, contiguous, as of
     `cut_prompts`; a tile of no tokens computes nothing. sinks: float32 `[heads]`, a further
-    score of each softmax, neither scaled nor capped, that weighs no value; None = without. One
-    kernel. Raises ValueError where the shape is of other heads.
+    score of each softmax, neither scaled nor capped, that weighs no value; None = without. lasts:
+    int32 `[tokens]`, the last position that each token sees, no less than its own, with keys in the
+    cache; None = its own. One kernel. Raises ValueError where the shape is of other heads.
     """
     page_size, kv_heads, head_dim = cache.k.shape[1:]
     rule = cache.scored(rule)
@@ -135,6 +137,7 @@ def prompt_attention(
         tiles,
         q if sinks is None else sinks,
         rule.slopes,
+        lasts,
         *rule.arguments,
         GROUP=group,
         KV_HEADS=kv_heads,
@@ -153,7 +156,7 @@ def prompt_attention(
 
 @triton.jit(
     do_not_specialize=["v_scale", "stride_pages", "inner", "outer", "window"],
-    do_not_specialize_on_alignment=["tiles_ptr", "sinks_ptr", "slopes_ptr"],
+    do_not_specialize_on_alignment=["tiles_ptr", "sinks_ptr", "slopes_ptr", "lasts_ptr"],
 )
 def _prompt_attention_kernel(
     q_ptr: tl.tensor,
@@ -168,6 +171,7 @@ def _prompt_attention_kernel(
     tiles_ptr: tl.tensor,
     sinks_ptr: tl.tensor,
     slopes_ptr: tl.tensor,
+    lasts_ptr: tl.tensor,
     inner: tl.tensor,
     outer: tl.tensor,
     window: tl.tensor,
@@ -211,9 +215,13 @@ def _prompt_attention_kernel(
         if token_scales is not None:
             of_head = kv_head * PAGE_SIZE
             scales = (token_scales[0] + of_head, token_scales[1] + of_head, token_scales[2])
+        lasts, end = start + token, start + count
+        if lasts_ptr is not None:
+            lasts = tl.load(lasts_ptr + tl.load(tile_ptr + 1) + token)
+            end = tl.max(lasts) + 1
         keys = _Keys(
             pages_ptr, k_ptr + kv_head * HEAD_DIM, v_ptr + kv_head * HEAD_DIM, stride, scales,
-            slopes, start + count,
+            slopes, lasts, end,
         )  # fmt: skip
         top, total, acc = _attend_tile(
             q, (top, total, tl.zeros((BLOCK_M, BLOCK_D), tl.float32)), start + token, start,
@@ -229,7 +237,8 @@ def _prompt_attention_kernel(
 
 class _Keys(NamedTuple):
     """Keys and values of one kv head: the sequence's pages, addresses, the stride from page to
-    page, as much of `CachePages.token_scales`, slopes of the queries, and the position of the end.
+    page, as much of `CachePages.token_scales`, slopes of the queries, the last position that each
+    sees, and the position of the end.
     """
 
     pages_ptr: Any
@@ -238,6 +247,7 @@ class _Keys(NamedTuple):
     stride: Any
     scales: Any
     slopes: Any
+    lasts: Any
     end: Any
 
 
@@ -320,7 +330,7 @@ def _attend(
         if keys.slopes is not None:
             scores += keys.slopes[:, None] * (key - positions[:, None]).to(tl.float32)
         if MASKED:
-            seen = key <= positions[:, None]
+            seen = key <= keys.lasts[:, None]
             if form.windowed:
                 seen = seen & (key > positions[:, None] - window)
             scores = tl.where(seen, scores, float("-inf"))

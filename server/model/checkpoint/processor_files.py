@@ -17,13 +17,7 @@ from loraplex.server.protocol import PatchRule, PictureForm, VisionCard
 # The second counts where the first says nothing of pictures.
 FILES = ("processor_config.json", "preprocessor_config.json")
 _KIND = "image_processor_type"
-_SIGLIP = "SiglipImageProcessor"
-_RULES: dict[str, PatchRule] = {
-    "CLIPImageProcessor": "clip",
-    "PixtralImageProcessor": "pixtral",
-    "Qwen2VLImageProcessor": "qwen2_vl",
-    _SIGLIP: "clip",
-}
+Colours = tuple[float, float, float]
 _FORMS = re.compile("(Fast|Pil)$")
 # Steps of the processor, and what each must be where it is said.
 _STEPS: dict[str, Any] = {
@@ -31,13 +25,37 @@ _STEPS: dict[str, Any] = {
     "do_resize": True,
     "do_rescale": True,
     "do_normalize": True,
-    "resample": 3,  # bicubic
+    "do_pan_and_scan": False,
 }
 _LEAST_PIXELS, _MOST_PIXELS = 56 * 56, 28 * 28 * 1280
 _CEILING = 1 << 26
 _MEAN = (0.48145466, 0.4578275, 0.40821073)
 _HALF = (0.5, 0.5, 0.5)
 _STD = (0.26862954, 0.26130258, 0.27577711)
+_BILINEAR, _BICUBIC = 2, 3
+_MOST_RESAMPLE = 5
+
+
+_GEMMA3 = "Gemma3ImageProcessor"
+
+
+class _Processor(NamedTuple):
+    """A kind of processor, and what it does where its file says nothing. colours: mean and
+    deviation. crops: it takes the middle of a picture."""
+
+    rule: PatchRule
+    colours: tuple[Colours, Colours] = (_MEAN, _STD)
+    resample: int = _BICUBIC
+    crops: bool = False
+
+
+_PROCESSORS = {
+    "CLIPImageProcessor": _Processor("clip", crops=True),
+    _GEMMA3: _Processor("clip", (_HALF, _HALF), _BILINEAR),
+    "PixtralImageProcessor": _Processor("pixtral"),
+    "Qwen2VLImageProcessor": _Processor("qwen2_vl"),
+    "SiglipImageProcessor": _Processor("clip", (_HALF, _HALF)),
+}
 # Where CLIP's file says nothing.
 _CLIP_SIZE = 224
 _SHORTEST = "shortest_edge"
@@ -73,8 +91,9 @@ def read_vision_card(folder: Path, tower: TowerForm, token_to_id: TokenToId) -> 
     where it is not known, or is another than the tower's.
     """
     given = _given(folder)
-    rule = _RULES.get(_FORMS.sub("", str(given.get(_KIND))))
-    if rule is None:
+    kind = _FORMS.sub("", str(given.get(_KIND)))
+    processor = _PROCESSORS.get(kind)
+    if processor is None:
         raise ValueError(f"{_KIND} {shown(given.get(_KIND))} is not known")
     for name, value in _STEPS.items():
         if given.get(name, value) != value:
@@ -82,19 +101,24 @@ def read_vision_card(folder: Path, tower: TowerForm, token_to_id: TokenToId) -> 
     scale = given.get("rescale_factor", 1 / 255)
     if not isinstance(scale, float) or not math.isclose(scale, 1 / 255):
         raise ValueError(f"rescale_factor must be 1/255, got {shown(scale)}")
-    usual = (_HALF, _HALF) if str(given[_KIND]).startswith(_SIGLIP) else (_MEAN, _STD)
-    mean = _colours(given, "image_mean", usual[0])
-    std = _colours(given, "image_std", usual[1])
+    mean, std = (
+        _colours(given, name, usual)
+        for name, usual in zip(("image_mean", "image_std"), processor.colours, strict=True)
+    )
+    resample = given.get("resample", processor.resample)
+    if type(resample) is not int or not 0 <= resample <= _MOST_RESAMPLE:
+        raise ValueError(f"resample must be a filter of Pillow, got {shown(resample)}")
     if not all(std):
         raise ValueError(f"image_std is out of range: {std}")
-    if rule == "clip":
-        sizes = _of_clip(given, tower)
-    elif rule == "pixtral":
+    if processor.rule == "clip":
+        sizes = _of_clip(given, tower, kind, folder)
+    elif processor.rule == "pixtral":
         sizes = _of_pixtral(given, read_optional_json(folder / FILES[0]), tower, token_to_id)
     else:
         sizes = _of_qwen2(given, tower, folder)
     card = VisionCard(
-        rule=rule,
+        rule=processor.rule,
+        resample=resample,
         mean=mean,
         std=std,
         token_id=tower.token_id,
@@ -131,21 +155,35 @@ def _of_qwen2(given: Mapping[str, Any], tower: TowerForm, folder: Path) -> dict[
     }
 
 
-def _of_clip(given: Mapping[str, Any], tower: TowerForm) -> dict[str, Any]:
-    """Fields of a VisionCard by the rule `clip`. The tower says how large its picture is. SigLIP's
-    processor crops nothing."""
-    is_cropped = not str(given.get(_KIND)).startswith(_SIGLIP)
+def _of_gemma3(folder: Path, tower: TowerForm) -> dict[str, Any]:
+    """Fields of a VisionCard. Templates write the token that opens a picture, and the processor
+    puts empty lines around it."""
+    config = read_json(folder / CONFIG_FILE)
+    opens, closes = (
+        _id(config, name, _id(config, name.replace("index", "id"), usual))
+        for name, usual in (("boi_token_index", 255999), ("eoi_token_index", 256000))
+    )
+    tokens = tower.form.tokens(tower.form.largest(0))
+    length = read_optional_json(folder / FILES[0]).get("image_seq_length", tokens)
+    if length != tokens:
+        raise ValueError(f"image_seq_length must be {tokens}, as the tower's, got {shown(length)}")
+    return {"spot_id": opens, "before": (opens,), "after": (closes,), "around": "\n\n"}
+
+
+def _of_clip(given: Mapping[str, Any], tower: TowerForm, kind: str, folder: Path) -> dict[str, Any]:
+    """Fields of a VisionCard by the rule `clip`. The tower says how large its picture is."""
+    crops = _PROCESSORS[kind].crops
     if not tower.pixels:
         raise ValueError(f"{_KIND} needs a tower of pictures of one size")
-    if bool(given.get("do_center_crop", is_cropped)) is not is_cropped:
-        raise ValueError(f"do_center_crop must be {is_cropped}")
+    if bool(given.get("do_center_crop", crops)) is not crops:
+        raise ValueError(f"do_center_crop must be {crops}")
     side, patch = tower.pixels, math.isqrt(tower.columns // 3)
     square, shortest = {"height": side, "width": side}, 0
     size, crop = (given.get(name, _CLIP_SIZE) for name in ("size", "crop_size"))
-    if is_cropped and crop not in (side, square):
+    if crops and crop not in (side, square):
         raise ValueError(f"crop_size must be {side}, as the tower's, got {shown(crop)}")
     if size != square:
-        if not is_cropped:
+        if not crops:
             raise ValueError(f"size must be {square}, as the tower's, got {shown(size)}")
         said = size.get(_SHORTEST) if isinstance(size, Mapping) and len(size) == 1 else size
         shortest = _count({"size": said}, "size", _CLIP_SIZE)
@@ -156,6 +194,7 @@ def _of_clip(given: Mapping[str, Any], tower: TowerForm) -> dict[str, Any]:
         "temporal_patch_size": 1,
         "shortest_edge": shortest,
         "crop_size": side,
+        **(_of_gemma3(folder, tower) if kind == _GEMMA3 else {}),
     }
 
 
@@ -191,12 +230,13 @@ def _of_pixtral(
 
 
 def _given(folder: Path) -> Mapping[str, Any]:
-    nested = read_optional_json(folder / FILES[0]).get("image_processor")
-    if isinstance(nested, Mapping):
-        return nested
-    if not (folder / FILES[1]).exists():
-        raise ValueError("the file is missing")
-    return read_json(folder / FILES[1])
+    """Read what the files say; of null the class decides, as where they say nothing."""
+    given = read_optional_json(folder / FILES[0]).get("image_processor")
+    if not isinstance(given, Mapping):
+        if not (folder / FILES[1]).exists():
+            raise ValueError("the file is missing")
+        given = read_json(folder / FILES[1])
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _bounds(given: Mapping[str, Any]) -> tuple[int, int]:
@@ -224,9 +264,7 @@ def _id(config: Mapping[str, Any], name: str, usual: int) -> int:
     return value
 
 
-def _colours(
-    given: Mapping[str, Any], name: str, usual: tuple[float, float, float]
-) -> tuple[float, float, float]:
+def _colours(given: Mapping[str, Any], name: str, usual: Colours) -> Colours:
     value = given.get(name, usual)
     numbers = [n for n in value if isinstance(n, int | float)] if isinstance(value, list) else usual
     if len(numbers) != 3:

@@ -24,8 +24,9 @@ def tower_name(stored: str) -> str | None:
     found = _TOWER.fullmatch(stored)
     if found is None:
         return None
+    rest = _BLOCKS.sub("model.layers.", found["rest"], count=1)
     # LoRA of the checkpoint's own may have been there.
-    return _BLOCKS.sub("model.layers.", found["rest"], count=1).replace(".base_layer.", ".")
+    return rest.replace(".base_layer.", ".").replace("projection_weight", "projection.weight")
 
 
 def tower_shards(folder: Path) -> tuple[ModelFile, ...]:

@@ -50,7 +50,7 @@ from loraplex.server.model.families.readers import (
 )
 from loraplex.server.model.families.readers.composite import COMPOSITES, Text, text_of
 from loraplex.server.model.families.refusals import other_family, other_forms
-from loraplex.server.model.families.towers.read_pictures import read_pictures
+from loraplex.server.model.families.towers.read_pictures import with_pictures
 from loraplex.server.model.quantisation.quantisation import Quantisation
 from loraplex.server.model.quantisation.read import read_quantisation
 from loraplex.server.model.spec.model_spec import ModelSpec
@@ -212,7 +212,7 @@ def read_model(
         fields.refuse("is_causal is false: such a model gives vectors, and has no head for text")
     model = replace(model, is_text_part=composite is not None, quantisation=quantisation)
     if composite is not None and not fields.problems:
-        model = replace(model, pictures=read_pictures(config, model, fields))
+        model = with_pictures(config, model, fields)
     if fields.problems:
         raise ValueError("this model is not supported: " + "; ".join(fields.problems))
     return model.within(model.max_context)

@@ -235,6 +235,7 @@ def picture_limits(
         chunk=_CHUNK_PATCHES[engine.device],
         is_flat=pictures.axes is None,
         tower_layer=model.num_layers,
+        is_joined=any(of.joins_pictures for of in model.attentions.values()),
     )
 
 
@@ -251,7 +252,9 @@ def pictures_bytes(model: ModelSpec, engine: EngineConfig) -> int:
     # rotated q and k in float32. Results of deep mergers wait for the last layer.
     widths = (14 * tower.hidden_size + inner) * item + 4 * tower.hidden_size * 4
     widths += 2 * model.pictures.result_size * item // limits.form.side**2
-    patches = limits.most_tokens * limits.form.side**2
+    form, patches = limits.form, limits.most_tokens * limits.form.side**2
+    if form.tile:
+        patches = form.patches(form.largest(limits.most_tokens))
     return engine.picture_memory + patches * (widths + 2 * limits.columns * item)
 
 

@@ -187,7 +187,8 @@ class StepLayout:
     replays: int64 `[slices]`, on the host: tokens of its row's last draft that a state takes first;
     None = no slice has any. turns: int64 `[3, tokens]`, on the device: where tokens lie by time, by
     height and by width, which turn pairs of their heads (`PictureSpec.axes`); None = all
-    three are the positions.
+    three are the positions. lasts: int64 `[tokens]`, on the host: the last token that each sees in
+    layers that join pictures (`AttentionSpec.joins_pictures`); None = all see none behind them.
     """
 
     num_decodes: int
@@ -201,6 +202,7 @@ class StepLayout:
     saves: np.ndarray = field(default_factory=_no_saves)
     replays: np.ndarray | None = None
     turns: torch.Tensor | None = None
+    lasts: np.ndarray | None = None
 
     @property
     def prompts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -32,6 +32,7 @@ from loraplex.server.model.spec.model_spec import (
 )
 from loraplex.server.model.state_weights import StateWeights
 
+# Masks of layers, by their window.
 Masks = dict[int | None, torch.Tensor | None]
 
 
@@ -53,6 +54,7 @@ class PrefillChunk:
     """Chunk of a prompt: tokens begin .. end of the batch, the last ones of a context of `context`
     tokens. pages: `[groups, 1, p]`. masks: by window, `[end - begin, context]`, or None =
     plainly causal; with biases, what is added to scores, `[heads, 1, end - begin, context]`.
+    joining: of layers that join pictures.
     """
 
     begin: int
@@ -60,6 +62,10 @@ class PrefillChunk:
     context: int
     pages: torch.Tensor
     masks: Masks
+    joining: Masks
+
+    def mask(self, spec: AttentionSpec) -> torch.Tensor | None:
+        return (self.joining if spec.joins_pictures else self.masks)[spec.window]
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,16 +197,29 @@ class TorchOps(TorchProducts):
             start, count = int(layout.starts[i]), int(layout.num_new[i])
             context = start + count
             width = -(-context // self.cache.page_size)
-            masks = {window: self._chunk_mask(start, count, window) for window in self.windows}
+            masks, joining = self._chunk_masks(layout, slice(begin, begin + count), start)
             row = int(layout.seq_rows[i])
             table = layout.page_table[:, row : row + 1, :width]
             of_row = (torch.tensor([[n]], device=self.device) for n in (start, width))
             pages = self._own_pages(table, *of_row)
-            chunks.append(PrefillChunk(begin, begin + count, context, pages, masks))
+            chunks.append(PrefillChunk(begin, begin + count, context, pages, masks, joining))
             begin += count
         return tuple(chunks)
 
-    def _chunk_mask(self, start: int, count: int, window: int | None) -> torch.Tensor | None:
+    def _chunk_masks(self, layout: StepLayout, tokens: slice, start: int) -> tuple[Masks, Masks]:
+        """Masks of the layers, and of those that join pictures. tokens: of the batch."""
+        count = tokens.stop - tokens.start
+        masks = {window: self._chunk_mask(start, count, window) for window in self.windows}
+        if layout.lasts is None:
+            return masks, masks
+        lasts = self._tensor(layout.lasts[tokens])
+        return masks, {
+            window: self._chunk_mask(start, count, window, lasts) for window in self.windows
+        }
+
+    def _chunk_mask(
+        self, start: int, count: int, window: int | None, lasts: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
         if not self.model.is_causal:
             places = torch.arange(count, device=self.device)
             seen = (places - places[:, None]).abs() < (count if window is None else window)
@@ -208,11 +227,11 @@ class TorchOps(TorchProducts):
                 return seen
             biases = biases_within(self.biases, count).masked_fill(~seen, -torch.inf)
             return biases.to(self.cache.dtype)[:, None]
-        if start == 0 and (window is None or count <= window):
+        if lasts is None and start == 0 and (window is None or count <= window):
             return None
         seen = torch.arange(start + count, device=self.device)
         query = seen[start:, None]
-        mask = seen <= query
+        mask = seen <= (query if lasts is None else lasts[:, None])
         return mask if window is None else mask & (seen > query - window)
 
     def _tensor(self, values: np.ndarray) -> torch.Tensor:
@@ -257,7 +276,7 @@ class TorchOps(TorchProducts):
         for chunk in plan.chunks:
             tokens = slice(chunk.begin, chunk.end)
             keys, values = k[tokens].transpose(0, 1), v[tokens].transpose(0, 1)
-            mask = chunk.masks[spec.window]
+            mask = chunk.mask(spec)
             out[tokens] = _attend_chunk(spec, grouped[tokens], keys, values, mask, of_heads)
         return out.flatten(1)
 
@@ -311,7 +330,7 @@ class TorchOps(TorchProducts):
             found = self.cache.read(layer, chunk.pages[of_pages])
             keys, values = (each[0, :, : chunk.context] for each in found)
             tokens = slice(chunk.begin, chunk.end)
-            mask = chunk.masks[spec.window]
+            mask = chunk.mask(spec)
             out[tokens] = _attend_chunk(spec, grouped[tokens], keys, values, mask, of_heads)
         return out
 

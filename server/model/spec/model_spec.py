@@ -54,7 +54,8 @@ class AttentionSpec(msgspec.Struct, frozen=True):
     whose keys and values this one reads: `qkv` is q alone, and `k_norm` None; None = its own.
     distances: makes queries and keys of `ModelSpec.distances`, None = q and k of `qkv` do. clip:
     bounds of q, k and v as the product gives them; 0 = none. slopes: ALiBi's, as of `ScoreRule`,
-    one a head, beside no sinks; () = none."""
+    one a head, beside no sinks; () = none. joins_pictures: tokens of a picture see all of its
+    tokens, but those that left the window."""
 
     qkv: LinearSpec
     o: LinearSpec
@@ -78,6 +79,7 @@ class AttentionSpec(msgspec.Struct, frozen=True):
     clip: float = 0.0
     slopes: tuple[float, ...] = ()
     distances: LinearSpec | None = None
+    joins_pictures: bool = False
 
     @property
     def parts(self) -> int:

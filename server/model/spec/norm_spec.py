@@ -12,7 +12,7 @@ NormKind = Literal["rms", "layer"]
 class NormSpec(msgspec.Struct, frozen=True):
     """A norm over `size` features. path: its module. offset: added to the stored weight at load, as
     Gemma stores the weight less one. kind: by the root of the mean square, or LayerNorm, which
-    takes the mean away before. bias: of a LayerNorm. has_weight: False = of a LayerNorm without.
+    takes the mean away before. bias: of a LayerNorm. has_weight: False = a norm without.
     factor: of the stored weight. name: of its tensor in the module. heads: of a norm over each head
     whose weight is each head's own; 0 = all features share one."""
 

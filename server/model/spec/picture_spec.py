@@ -2,6 +2,7 @@
 tokens. Pure."""
 
 from itertools import chain
+from typing import Literal
 
 import msgspec
 
@@ -14,6 +15,8 @@ from loraplex.server.model.spec.model_spec import (
     NormSpec,
 )
 from loraplex.server.protocol import PictureForm
+
+Joins = Literal["none", "windowed", "all"]
 
 
 class PatchSpec(EmbeddingSpec, frozen=True):
@@ -49,14 +52,31 @@ class DeepMergerSpec(msgspec.Struct, frozen=True):
     linear: LinearSpec
 
 
+class PoolSpec(msgspec.Struct, frozen=True):
+    """The mean of a token's patches, times `factor`, then `(x - shift) * scale` where these name
+    tensors, and a norm."""
+
+    norm: NormSpec
+    factor: float = 1.0
+    shift: str = ""
+    scale: str = ""
+
+    def tensors(self) -> Tensors:
+        yield from self.norm.tensors()
+        for name in filter(None, (self.shift, self.scale)):
+            yield name, (self.norm.size,)
+
+
 class MergerSpec(HeadSpec, frozen=True, kw_only=True):
     """A head that makes one token of `side * side` normed patches: `linear(activation(first(x)))`
-    of their features one behind the other. reads_stream: patches are as the last layer leaves
-    them, without a norm. skipped: rows before those of patches that make no token. joined: a
-    product before `first`; the features of a token's patches come one by one there, each of all
-    patches. deep: mergers of earlier layers, in their order."""
+    of their features one behind the other, or of what `pool` makes of them. first: None =
+    `linear(x)`. reads_stream: patches are as the last layer leaves them, without a norm. skipped:
+    rows before those of patches that make no token. joined: a product before `first`; the features
+    of a token's patches come one by one there, each of all patches. deep: mergers of earlier
+    layers, in their order."""
 
-    first: LinearSpec
+    first: LinearSpec | None = None
+    pool: PoolSpec | None = None
     activation: Activation = "gelu"
     side: int = 2
     reads_stream: bool = False
@@ -67,11 +87,13 @@ class MergerSpec(HeadSpec, frozen=True, kw_only=True):
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
         of_deep = ((each.first, each.linear) for each in self.deep)
-        joined = () if self.joined is None else (self.joined,)
-        return *joined, self.first, self.linear, *chain.from_iterable(of_deep)
+        others = (each for each in (self.joined, self.first) if each is not None)
+        return *others, self.linear, *chain.from_iterable(of_deep)
 
     def tensors(self) -> Tensors:
         yield from HeadSpec.tensors(self)
+        if self.pool is not None:
+            yield from self.pool.tensors()
         for each in self.deep:
             yield from each.norm.tensors()
 
@@ -84,7 +106,7 @@ class PictureSpec(msgspec.Struct, frozen=True):
     height, 2 = width; None = all turn by the position. form: of placeholders. pixels: a side of
     every picture; 0 = the tower takes any. splits: of the frequencies by which a head's features
     turn in the tower, rows have the first, third and so on, and columns the others; else both have
-    the former.
+    the former. joins: layers of the text part that join pictures, as of AttentionSpec.
     """
 
     tower: ModelSpec
@@ -94,6 +116,7 @@ class PictureSpec(msgspec.Struct, frozen=True):
     form: PictureForm = PictureForm()
     pixels: int = 0
     splits: bool = False
+    joins: Joins = "none"
 
     @property
     def merger(self) -> MergerSpec:

@@ -68,6 +68,14 @@ class RowPictures:
             found[:, positions >= span.end] += max(span.height, span.width) - span.end + span.start
         return found
 
+    def lasts(self, start: int, count: int) -> np.ndarray:
+        """The last token that each of `start .. start + count` sees where the tokens of a picture
+        see each other, int64 `[count]`."""
+        found = np.arange(start, start + count)
+        for span in self._spans:
+            found[max(span.start - start, 0) : max(span.end - start, 0)] = span.end - 1
+        return found
+
     def results(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens among `start .. start + count` that results stand for, as places from `start`, and
         the rows of the cache that hold these; int64 `[n]` each."""

@@ -1,6 +1,6 @@
 """Static rows: the tokens and pages of every running sequence, kept on the device between steps."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -99,15 +99,36 @@ class Rows:
         """
         if self.offsets is None or not self._pictures:
             return None
-        of_each = enumerate(map(self._pictures.get, seq_rows.tolist()))
-        owners = [(place, own) for place, own in of_each if own is not None]
+        owners = list(self._owners(seq_rows, starts, num_new))
         if not owners:
             return None
-        found, ends = np.tile(positions, (3, 1)), np.cumsum(num_new)
-        for place, own in owners:
-            count, end = int(num_new[place]), int(ends[place])
-            found[:, end - count : end] = own.places(int(starts[place]), count)
+        found = np.tile(positions, (3, 1))
+        for own, start, tokens in owners:
+            found[:, tokens] = own.places(start, tokens.stop - tokens.start)
         return found
+
+    def lasts(
+        self, seq_rows: np.ndarray, starts: np.ndarray, num_new: np.ndarray, positions: np.ndarray
+    ) -> np.ndarray | None:
+        """The last token that each sees, as of `StepLayout.lasts`. Arrays: as of `turns`."""
+        limits = self._picture_limits
+        if limits is None or not limits.is_joined:
+            return None
+        found = positions.copy()
+        for own, start, tokens in self._owners(seq_rows, starts, num_new):
+            if start < own.end:
+                found[tokens] = own.lasts(start, tokens.stop - tokens.start)
+        return found
+
+    def _owners(
+        self, seq_rows: np.ndarray, starts: np.ndarray, num_new: np.ndarray
+    ) -> Iterator[tuple[RowPictures, int, slice]]:
+        """For each slice whose row has pictures: these, its start, and its tokens in the batch."""
+        slices = zip(seq_rows.tolist(), starts.tolist(), np.cumsum(num_new).tolist(), strict=True)
+        for count, (row, start, end) in zip(num_new.tolist(), slices, strict=True):
+            own = self._pictures.get(row)
+            if own is not None:
+                yield own, start, slice(end - count, end)
 
     def results(
         self, seq_rows: np.ndarray, starts: np.ndarray, num_new: np.ndarray
@@ -115,15 +136,12 @@ class Rows:
         """Places in the batch of tokens that results of pictures stand for, and these results' rows
         in the cache, int64 `[n]` each. Arrays: as of `StepLayout`.
         """
-        places, rows, begin = list[np.ndarray](), list[np.ndarray](), 0
-        slices = zip(seq_rows.tolist(), starts.tolist(), num_new.tolist(), strict=True)
-        for row, start, count in slices:
-            own = self._pictures.get(row)
-            if own is not None and start < own.end:
-                at, of_slice = own.results(start, count)
-                places.append(begin + at)
+        places, rows = list[np.ndarray](), list[np.ndarray]()
+        for own, start, tokens in self._owners(seq_rows, starts, num_new):
+            if start < own.end:
+                at, of_slice = own.results(start, tokens.stop - tokens.start)
+                places.append(tokens.start + at)
                 rows.append(of_slice)
-            begin += count
         return np.concatenate(places), np.concatenate(rows)
 
     def grant(self, grants: Iterable[PageGrant]) -> None:

@@ -67,6 +67,8 @@ class Step:
         turns = rows.turns(seq_rows, starts, num_new, positions)
         of_turns = None if turns is None else to_device(turns, rows.device)
         tables = (rows.page_table, rows.long_rows, *of_states, of_turns)
+        reads_pictures = rows.reads_pictures(slices)
+        lasts = rows.lasts(seq_rows, starts, num_new, positions) if reads_pictures else None
         return cls(
             slices=slices,
             order=order,
@@ -76,10 +78,10 @@ class Step:
             ends=ends[real] - 1,
             token_slots=np.repeat(slots, num_new),
             samples=np.flatnonzero(samples[real]),
-            layout=StepLayout(decodes, seq_rows, starts, num_new, packed[0], packed[1], *tables),
-            results=rows.results(seq_rows, starts, num_new)
-            if rows.reads_pictures(slices)
-            else None,
+            layout=StepLayout(
+                decodes, seq_rows, starts, num_new, packed[0], packed[1], *tables, lasts
+            ),
+            results=rows.results(seq_rows, starts, num_new) if reads_pictures else None,
         )
 
     @property

@@ -16,10 +16,11 @@ from loraplex.server.model.lora.arena_weights import SiteWeights
 from loraplex.server.model.lora.lora import LoraBatch, Segment
 from loraplex.server.model.lora.sites import Site, TowerSites
 from loraplex.server.model.ops.pointwise import activated
-from loraplex.server.model.spec.picture_spec import PictureSpec
+from loraplex.server.model.spec.picture_spec import PictureSpec, PoolSpec
+from loraplex.server.model.tower.geometry import patch_places
 from loraplex.server.model.tower.tower_ops import Heads, TowerOps, TowerPlan
 from loraplex.server.model.tower.tower_plan import RowSpan, TowerPiece
-from loraplex.server.model.weights import AttentionWeights, TowerWeights
+from loraplex.server.model.weights import AttentionWeights, PoolWeights, TowerWeights
 from loraplex.server.protocol import Grid
 
 
@@ -71,6 +72,7 @@ class Tower:
     ) -> None:
         self._spec, self._weights, self._sites = pictures, weights, sites
         self._ops = TowerOps(pictures, device, chunk)
+        self._positions = _by_patch(pictures, weights.body.embedding.positions)
         ops: Any = self._ops  # it has what the tower's layers ask for
         self._decoder: Decoder[TowerPlan, Any, Any] = Decoder(
             pictures.tower, weights.body, sites, ops
@@ -95,6 +97,8 @@ class Tower:
         normed, (hidden, _) = self._decoder.enter(hidden, None, lora.of(every))
         joined = self._weights.joined
         mergers = self._sites.mergers[int(joined is not None) :]
+        first, last = self._weights.first, self._weights.body.lm_head
+        linears = (last,) if first is None else (first, last)
         every_part = [*chain.from_iterable(parts)]
         plan, deep = self._ops.plan(every_part), list[torch.Tensor]()
         for number, mixer in enumerate(self._decoder.mixers):
@@ -102,15 +106,16 @@ class Tower:
                 yield from self._run(plan, mixer, piece, (normed, hidden), lora)
             of_deep = self._weights.deep.get(number)
             if of_deep is not None:
-                sites = mergers[2 + 2 * len(deep) :]
+                sites = mergers[len(linears) + 2 * len(deep) :]
                 x = self._ops.norm(self._by_token(hidden), of_deep.norm)
                 deep.append(self._merged(x, (of_deep.first, of_deep.last), sites, of_tokens))
         found = hidden if merger.reads_stream else normed
         if merger.skipped:
             by_part = found.split([part.rows for part in every_part])
             found = torch.cat([of_one[merger.skipped :] for of_one in by_part])
-        linears = (self._weights.first, self._weights.body.lm_head)
         by_token = self._by_token(found)
+        if merger.pool is not None and self._weights.pool is not None:
+            by_token = self._pooled(by_token, merger.pool, self._weights.pool)
         if joined is not None:
             by_feature = by_token.unflatten(1, (merger.side**2, -1)).transpose(1, 2).flatten(1)
             by_token = self._ops.linear(by_feature, joined, of_tokens, self._sites.mergers[0])
@@ -126,7 +131,7 @@ class Tower:
         adapters = lora.of(RowSpan(0, len(x)))
         if adapters is not None:
             adapters.add(self._sites.patches, x, hidden)
-        if body.embedding.positions is not None:
+        if self._positions is not None:
             split = hidden.split([len(each) for each in patches])
             grids = (each.grid for each in pictures)
             hidden = torch.cat([*map(self._placed, split, grids)])
@@ -135,7 +140,7 @@ class Tower:
 
     def _placed(self, hidden: torch.Tensor, grid: Grid) -> torch.Tensor:
         """Add the vectors of a picture's places, also of the rows before the patches of tiles."""
-        positions, tile = self._weights.body.embedding.positions, self._spec.form.tile
+        positions, tile = self._positions, self._spec.form.tile
         assert positions is not None
         if not tile:
             return hidden + self._ops.between(positions, grid).to(hidden.dtype)
@@ -177,17 +182,37 @@ class Tower:
             yield self._ops.cost(sights)
 
     def _by_token(self, patches: torch.Tensor) -> torch.Tensor:
-        merger = self._spec.merger
-        return patches.reshape(-1, (merger.joined or merger.first).in_features)
+        return patches.reshape(-1, self._spec.form.side**2 * patches.shape[-1])
+
+    def _pooled(self, by_token: torch.Tensor, spec: PoolSpec, pool: PoolWeights) -> torch.Tensor:
+        """by_token: `[tokens, patches * hidden]` -> `[tokens, hidden]`."""
+        means = by_token.unflatten(1, (-1, spec.norm.size)).mean(1, dtype=torch.float32)
+        means = means * spec.factor
+        if pool.shift is not None:
+            means = means - pool.shift
+        if pool.scale is not None:
+            means = means * pool.scale
+        return self._ops.norm(means, pool.norm).to(by_token.dtype)
 
     def _merged(
         self,
         patches: torch.Tensor,
-        linears: tuple[Linear, Linear],
+        linears: Sequence[Linear],
         sites: Sequence[Site],
         lora: LoraBatch | None,
     ) -> torch.Tensor:
-        """patches: `[tokens, features]`, as the first product takes them."""
-        first = self._ops.linear(patches, linears[0], lora, sites[0])
-        inner = activated(first, self._spec.merger.activation)
+        """patches: `[tokens, features]`, as the first of one or two products takes them."""
+        found = self._ops.linear(patches, linears[0], lora, sites[0])
+        if len(linears) == 1:
+            return found
+        inner = activated(found, self._spec.merger.activation)
         return self._ops.linear(inner, linears[1], lora, sites[1])
+
+
+def _by_patch(pictures: PictureSpec, table: torch.Tensor | None) -> torch.Tensor | None:
+    """Vectors of positions in the order of patches, where every picture has one grid."""
+    side, tile = pictures.form.side, pictures.form.tile
+    if table is None or not tile or side == 1:
+        return table
+    row, column = patch_places((1, tile, tile), side)
+    return table[torch.from_numpy(row * tile + column).to(table.device)]

@@ -63,7 +63,7 @@ def _pixels(job: DecodeJob, card: VisionCard) -> bytes:
         _differs(picture.size)
     tiles = list[bytes]()
     for cut in card.cuts(width, height):
-        resized = picture.resize(cut.size, Image.Resampling.BICUBIC)
+        resized = picture.resize(cut.size, Image.Resampling(card.resample))
         tiles += (resized.crop(box).tobytes() for box in cut.boxes)
     return b"".join(tiles)
 

@@ -243,6 +243,29 @@ def test_ids_around_placeholders_come_with_the_picture() -> None:
     assert spans == [(3, 1), (8, 2)]
 
 
+def test_placeholders_of_a_text_are_refused() -> None:
+    vision = msgspec.structs.replace(QWEN, token_id=9, spot_id=7)
+    with pytest.raises(ValueError, match="beside those of its images"):
+        placed([1, 7, 9], [], [(1, 2, 2)], vision)
+
+
+async def test_text_comes_around_pictures_before_the_prompt_is_encoded(tmp_path: Path) -> None:
+    seeing = seeing_card()
+    assert seeing.vision is not None
+    vision = msgspec.structs.replace(seeing.vision, around="^")
+    card = msgspec.structs.replace(seeing, vision=vision)
+    async with (
+        running_worker(FakeWorker(card)) as worker,
+        running_router(tmp_path, worker) as router,
+    ):
+        await chat(router, [chat_part(data_url(SMALL))])
+        await chat(router, "<pic>")
+        opens, closes = ids_of("<user>"), ids_of("<assistant>")
+        seen = [OPENS, *ids_of("^"), *[PLACE] * 4, *ids_of("^"), CLOSES]
+        found = [request.prompt_ids for request in worker.requests]
+        assert found == [[*opens, *seen, *closes], [*opens, PLACE, *closes]]
+
+
 async def test_many_tokens_are_placed_beside_the_event_loop(
     router: Running, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

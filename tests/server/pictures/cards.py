@@ -60,3 +60,7 @@ SIGLIP = VisionCard(
     token_id=32000,
     crop_size=100,
 )
+
+GEMMA3 = msgspec.structs.replace(
+    SIGLIP, resample=2, crop_size=112, form=PictureForm(side=4, tile=8), around="\n\n"
+)

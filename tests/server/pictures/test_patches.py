@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
@@ -19,7 +20,7 @@ from loraplex.server.protocol import PictureForm, VisionCard, read_picture_head
 from loraplex.server.worker.pictures.decoding import outcome
 from loraplex.server.worker.pictures.jobs import DecodeJob
 from loraplex.server.worker.pictures.patches import write_patches
-from tests.server.pictures.cards import CLIP, PIXTRAL, QWEN, QWEN3, SIGLIP
+from tests.server.pictures.cards import CLIP, GEMMA3, PIXTRAL, QWEN, QWEN3, SIGLIP
 from tests.server.pictures.files import MODES, written
 
 SMALL = msgspec.structs.replace(QWEN, max_pixels=50000)
@@ -29,6 +30,7 @@ CLIPS = {
     "usual": CLIP,
     "black": msgspec.structs.replace(CLIP, patch_size=8, shortest_edge=31, crop_size=56),
     "siglip": SIGLIP,
+    "gemma3": GEMMA3,
     "part": msgspec.structs.replace(CLIP, patch_size=8, shortest_edge=75, crop_size=40),
 }
 PIXTRALS = {
@@ -70,7 +72,8 @@ def expected_of_clip(picture: Image.Image, card: VisionCard) -> tuple[np.ndarray
     side, patch = card.crop_size, card.patch_size
     square = {"height": side, "width": side}
     if not card.shortest_edge:
-        processor: Any = SiglipImageProcessorPil(size=square)
+        of_card = {2: Gemma3ImageProcessorPil, 3: SiglipImageProcessorPil}[card.resample]
+        processor: Any = of_card(size=square)
     else:
         processor = CLIPImageProcessorPil(
             size={"shortest_edge": card.shortest_edge}, crop_size=square

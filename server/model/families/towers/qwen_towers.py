@@ -175,7 +175,7 @@ def _deep(
         return ()
     if len(layers) >= text.num_layers:
         fields.refuse(f"deepstack_visual_indexes: the text part has {text.num_layers} layers")
-    merged, found = merger.first.in_features, []
+    merged, found = sizes.hidden * merger.side**2, []
     for number, layer in enumerate(layers):
         path = f"deepstack_merger_list.{number}"
         norm = NormSpec(f"{path}.norm", merged, _EPSILON, kind="layer", bias=True)

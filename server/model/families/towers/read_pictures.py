@@ -3,7 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
+from msgspec.structs import replace
+
 from loraplex.server.model.families.fields import Fields
+from loraplex.server.model.families.towers.gemma_towers import read_gemma3
 from loraplex.server.model.families.towers.llava_towers import read_llava, read_mistral3
 from loraplex.server.model.families.towers.qwen_towers import (
     read_qwen2,
@@ -12,11 +15,12 @@ from loraplex.server.model.families.towers.qwen_towers import (
     read_qwen35,
 )
 from loraplex.server.model.families.towers.tower_parts import ReadPictures
-from loraplex.server.model.spec.model_spec import ModelSpec
+from loraplex.server.model.spec.model_spec import AttentionSpec, Branch, ModelSpec
 from loraplex.server.model.spec.picture_spec import PictureSpec
 
 _VISION = "vision_config"
 _READERS: dict[str, ReadPictures] = {
+    "gemma3": read_gemma3,
     "llava": read_llava,
     "mistral3": read_mistral3,
     "qwen2_5_vl": read_qwen25,
@@ -28,7 +32,25 @@ _READERS: dict[str, ReadPictures] = {
 }
 
 
-def read_pictures(config: Mapping[str, Any], text: ModelSpec, fields: Fields) -> PictureSpec | None:
+def with_pictures(config: Mapping[str, Any], text: ModelSpec, fields: Fields) -> ModelSpec:
+    """Return a larger model's text part with what reads pictures, where a reader is here."""
+    pictures = _read_pictures(config, text, fields)
+    if pictures is None or pictures.joins == "none":
+        return replace(text, pictures=pictures)
+
+    def joining(branch: Branch) -> Branch:
+        if not isinstance(branch, AttentionSpec):
+            return branch
+        joins = pictures.joins == "all" or branch.window is not None
+        return replace(branch, joins_pictures=joins)
+
+    layers = tuple(layer.mapped(joining) for layer in text.layers)
+    return replace(text, pictures=pictures, layers=layers)
+
+
+def _read_pictures(
+    config: Mapping[str, Any], text: ModelSpec, fields: Fields
+) -> PictureSpec | None:
     """Read how a larger model reads pictures; None where no reader is here, `config.json` describes
     no encoder, or the vocabulary has no placeholder. text: its text part. fields: take what is
     refused.

@@ -68,6 +68,8 @@ class TiledPrompts:
         self._captured = captured is not None
         room = self._most_tiles(captured.tokens) if captured is not None else 0
         self._tiles = torch.zeros(room, TILE_COLUMNS, dtype=torch.int32, device=self._device)
+        self._lasts: torch.Tensor | None = None
+        self._joining = {number for number, of in layers.items() if of.joins_pictures}
         self._page_table = torch.zeros(0, 0, 0, dtype=torch.int64, device=self._device)
 
     def _most_tiles(self, tokens: int) -> int:
@@ -78,6 +80,10 @@ class TiledPrompts:
         """Prepare the attention of a step, as `PromptAttention.plan` does."""
         self._page_table = layout.page_table
         tiles = cut_prompts(*layout.prompts, self._shape.tokens)
+        self._lasts = None
+        if layout.lasts is not None and self._joining:
+            of_prompts = layout.lasts[layout.num_decodes :].astype(np.int32)
+            self._lasts = to_device(of_prompts, self._device)
         if self._captured:  # what pads has no tokens
             tiles = np.pad(tiles, ((0, len(self._tiles) - len(tiles)), (0, 0)))
             self._tiles.copy_(to_device(tiles, self._device))
@@ -96,7 +102,9 @@ class TiledPrompts:
         if self._is_latent:
             latent_prompts(q, self._cache.of(layer)[0], *context, rule.outer, out)
         else:
-            prompt_attention(q, cache_pages(self._cache, layer), *context, rule, sinks, out)
+            lasts = self._lasts if layer in self._joining else None
+            pages = cache_pages(self._cache, layer)
+            prompt_attention(q, pages, *context, rule, sinks, out, lasts)
 
 
 class WidenedPages:
@@ -247,9 +255,10 @@ def _pinned_indptr(counts: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(indptr).pin_memory()
 
 
-class WidenedPrompts:
-    """Attention of prompts over keys and values of eight bits, in layers that share form and pages.
-    FlashInfer computes steps whose pages have room when widened, the project's kernel all others.
+class ChosenPrompts:
+    """Attention of prompts in layers that share form and pages, which FlashInfer computes in most
+    steps. The project's kernel computes those whose keys and values of eight bits have no room when
+    widened, and those whose pictures are joined.
     """
 
     def __init__(
@@ -257,20 +266,28 @@ class WidenedPrompts:
         layers: dict[int, AttentionSpec],
         cache: KVCache,
         backend: str,
-        memory: torch.Tensor,
+        memory: torch.Tensor | None,
     ) -> None:
-        """Prepare both ways. layers: by number, of one page group. memory: of widened pages."""
+        """Prepare both ways. layers: by number, of one page group. memory: of widened pages; None =
+        pages are read as they are.
+        """
         self._page_size = cache.page_size
-        self._widened = WidenedPages(cache, next(iter(layers)), memory)
+        self._widened = None
+        if memory is not None:
+            self._widened = WidenedPages(cache, next(iter(layers)), memory)
+        self._joins = _join_pictures(layers)
         self._flashinfer = FlashInferPrompts(layers, cache, backend, None, self._widened)
         self._tiled = TiledPrompts(layers, cache, None)
         self._planned: FlashInferPrompts | TiledPrompts = self._tiled
 
     def plan(self, layout: StepLayout) -> None:
         """Prepare the attention of a step, as `PromptAttention.plan` does."""
-        _, starts, num_new = layout.prompts
-        pages = int((-(-(starts + num_new) // self._page_size)).sum())
-        self._planned = self._flashinfer if pages <= self._widened.room else self._tiled
+        is_tiled = self._joins and layout.lasts is not None
+        if self._widened is not None:
+            _, starts, num_new = layout.prompts
+            pages = int((-(-(starts + num_new) // self._page_size)).sum())
+            is_tiled = is_tiled or pages > self._widened.room
+        self._planned = self._tiled if is_tiled else self._flashinfer
         self._planned.plan(layout)
 
     def run(
@@ -278,6 +295,10 @@ class WidenedPrompts:
     ) -> None:
         """Compute one layer's attention, as `PromptAttention.run` does."""
         self._planned.run(layer, q, out, sinks)
+
+
+def _join_pictures(layers: dict[int, AttentionSpec]) -> bool:
+    return any(of.joins_pictures for of in layers.values())
 
 
 def prompt_kernel(
@@ -330,7 +351,7 @@ def _planned_together(
     return [(kernel, layers) for (kernel, *_), layers in found.items()]
 
 
-_Plan = FlashInferPrompts | WidenedPrompts | TiledPrompts
+_Plan = FlashInferPrompts | ChosenPrompts | TiledPrompts
 
 
 class PromptAttention:
@@ -352,12 +373,12 @@ class PromptAttention:
         memory = _widened_memory(cache, widened)
         for kernel, layers in together:
             plan: _Plan
-            if kernel == "FlashInfer":
-                plan = FlashInferPrompts(layers, cache, backend, captured)
-            elif kernel == "Triton":
+            if kernel == "Triton":
                 plan = TiledPrompts(layers, cache, captured)
+            elif kernel == "FlashInfer" and (captured or not _join_pictures(layers)):
+                plan = FlashInferPrompts(layers, cache, backend, captured)
             else:
-                plan = WidenedPrompts(layers, cache, backend, memory)
+                plan = ChosenPrompts(layers, cache, backend, memory if kernel == _WIDENED else None)
             self._plans.append(plan)
             self._of_layer.update(dict.fromkeys(layers, plan))
 

@@ -1,5 +1,6 @@
 """Sequences with pictures: what they wait for, what they share, and what becomes of them."""
 
+import re
 from random import Random
 from typing import Any
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from loraplex.server.engine.executor import PictureLimits
 from loraplex.server.engine.memory.picture_cache import PictureCache, PictureKey
+from loraplex.server.engine.plan import StepPlan
 from loraplex.server.engine.scheduling.sequence import State
 from loraplex.server.protocol import BACKGROUND_PRIORITY, GenerateRequest, PictureForm, PictureSpan
 from tests.server.engine.harness import TOWER_LAYER, Harness, limits, make_request, right
@@ -311,26 +313,100 @@ def test_sequences_know_how_much_they_share() -> None:
     assert first.shared_with(third) == 12
 
 
-@given(st.integers(0, 1 << 32))
+JOINED = msgspec.structs.replace(PICTURES, is_joined=True)
+
+
+def slices_of(made: Harness) -> list[tuple[int, int]]:
+    """First token and end of every slice that is launched from now on, none of which ends within a
+    picture."""
+    launch, found, pictures = made.executor.launch, list[tuple[int, int]](), dict[int, Any]()
+
+    def noted(plan: StepPlan) -> Any:
+        pictures.update({row.seq_row: row.pictures for row in plan.new_rows})
+        for piece in plan.slices:
+            end = piece.start + piece.num_new
+            for of in pictures[piece.seq_row]:
+                assert not of.start < end < of.start + PICTURES.form.tokens(of.grid)
+            found.append((piece.start, end))
+        return launch(plan)
+
+    made.executor.launch = noted  # type: ignore[method-assign,assignment]
+    return found
+
+
+def test_tokens_of_a_joined_picture_are_computed_together() -> None:
+    made = harness(JOINED, max_step_tokens=12, max_rows=4, max_decodes=0)
+    found = slices_of(made)
+    made.submit(pictured([1, "d", 9, "d", 5], max_tokens=1))
+    made.submit(pictured([2, 2, 2, 2, 2, "d", "d", 5], max_tokens=1))
+    made.run()
+    assert found == [(0, 10), (0, 2), (10, 19), (2, 5), (5, 13), (13, 22)]
+    made.assert_at_rest()
+
+
+def test_a_sequence_goes_on_within_a_joined_picture() -> None:
+    made = harness(JOINED, max_step_tokens=12, max_rows=4, max_decodes=0)
+    found = slices_of(made)
+    for last in (5, 6):
+        made.submit(pictured([4, 4, "d", last], max_tokens=1))
+        made.run()
+    assert found == [(0, 11), (8, 11)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "adapter_from", "words"),
+    [
+        ({"max_step_tokens": 11}, 0, r"of 8 tokens, .* room for 7 \(--max-step-tokens\)"),
+        ({"max_step_tokens": 15, "max_decodes": 9}, 0, "room for 6"),
+        ({"max_step_tokens": 12}, 3, "adapter_from must not lie within a picture"),
+    ],
+)
+def test_joined_pictures_that_no_slice_can_have(
+    changes: dict[str, int], adapter_from: int, words: str
+) -> None:
+    made = harness(JOINED, **{"max_rows": 4, "max_decodes": 0, **changes})
+    request = pictured([1, "d", 2], adapter="x")
+    key = made.submit(msgspec.structs.replace(request, adapter_from=adapter_from))
+    assert made.last(key).error == "invalid_image"
+    assert re.search(words, str(made.last(key).message))
+
+
+def any_parts(random: Random) -> list[int | str]:
+    parts: list[int | str] = []
+    for _ in range(random.randint(1, 4)):
+        parts += [random.randint(4, 9)] * random.randint(0, 5)
+        if random.random() < 0.6:
+            parts.append(random.choice("abcde"))
+    return parts
+
+
+def of_text(request: GenerateRequest, random: Random) -> int:
+    """Where a token of text stands."""
+    return random.choice([i for i, each in enumerate(request.prompt_ids) if each != TOKEN])
+
+
+@given(st.integers(0, 1 << 32), st.booleans())
 @settings(max_examples=25, deadline=None)
-def test_any_mixture_ends_right(seed: int) -> None:
+def test_any_mixture_ends_right(seed: int, is_joined: bool) -> None:
     """Few pages, so that sequences are preempted; few blocks, so that results go."""
     random = Random(seed)
+    windows = random.choice([(None,), (None, 6), (5,)])
+    sizes: dict[str, Any] = {"pictures": PICTURES, "max_step_tokens": 9}
+    if is_joined:
+        sizes = {"pictures": JOINED, "max_step_tokens": 12, "max_rows": 4, "max_decodes": 0}
+    pages = random.randint(12, 30) * len(windows)
     made = Harness(
-        limits(pictures=PICTURES, num_pages=random.randint(12, 30), max_step_tokens=9),
+        limits(page_windows=windows, num_pages=pages, **sizes),
         depth=random.randint(1, 2),
         right_percent=random.choice([None, 60]),
     )
     made.grids = dict(GRIDS)
+    if is_joined:
+        slices_of(made)
     requests = {}
     for number in range(8):
-        parts: list[int | str] = []
-        for _ in range(random.randint(1, 4)):
-            parts += [random.randint(4, 9)] * random.randint(0, 5)
-            if random.random() < 0.6:
-                parts.append(random.choice("abcde"))
         request = pictured(
-            [*parts, 5],
+            [*any_parts(random), 5],
             max_tokens=random.randint(1, 9),
             adapter=random.choice([None, "x", "tower x", "tower y"]),
             adapter_scale=random.choice([1.0, 1.0, 2.0]),
@@ -340,8 +416,7 @@ def test_any_mixture_ends_right(seed: int) -> None:
         if len(request.prompt_ids) > 40:
             continue
         if request.adapter == "x" and random.random() < 0.3:
-            begins = random.randrange(len(request.prompt_ids))
-            request = msgspec.structs.replace(request, adapter_from=begins)
+            request = msgspec.structs.replace(request, adapter_from=of_text(request, random))
         requests[made.submit(request)] = request
         if random.random() < 0.3:
             made.abort(random.choice([*requests]))

@@ -160,6 +160,38 @@ def test_other_rows_are_refused(
         of_rows(tmp_path, given, around)
 
 
+GEMMA_TOWER = TowerForm(3 * 14 * 14, 7, PictureForm(side=4, tile=64), 896)
+# As of google/gemma-3-4b-it.
+GEMMA_KIND = {
+    "do_convert_rgb": None,
+    "do_normalize": True,
+    "do_pan_and_scan": None,
+    "do_rescale": True,
+    "do_resize": True,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_processor_type": "Gemma3ImageProcessor",
+    "image_seq_length": 256,
+    "image_std": [0.5, 0.5, 0.5],
+    "pan_and_scan_max_num_crops": None,
+    "pan_and_scan_min_crop_size": None,
+    "pan_and_scan_min_ratio_to_activate": None,
+    "processor_class": "Gemma3Processor",
+    "resample": 2,
+    "rescale_factor": 0.00392156862745098,
+    "size": {"height": 896, "width": 896},
+}
+
+
+def test_gemma_puts_empty_lines_around_pictures(tmp_path: Path) -> None:
+    card = read_vision_card(written(tmp_path, GEMMA_KIND), GEMMA_TOWER, IDS.get)
+    assert (card.resample, card.crop_size, card.spot, card.around) == (2, 896, 255999, "\n\n")
+    assert card.ids(card.grid(30, 50)) == [255999, *[7] * 256, 256000]
+    assert card.place == (255999,)
+    written(tmp_path, {"image_seq_length": 64}, "processor_config.json")
+    with pytest.raises(ValueError, match="image_seq_length must be 256"):
+        read_vision_card(tmp_path, GEMMA_TOWER, IDS.get)
+
+
 def test_the_nested_file_goes_first(tmp_path: Path) -> None:
     written(tmp_path, KIND | {"max_pixels": 4000})
     written(tmp_path, {"image_processor": KIND | {"max_pixels": 5000}}, "processor_config.json")
@@ -174,7 +206,8 @@ def test_the_nested_file_goes_first(tmp_path: Path) -> None:
         ({"image_processor_type": "OtherProcessor"}, "OtherProcessor.* is not known"),
         ({"image_processor_type": "CLIPImageProcessor"}, "tower of pictures of one size"),
         (KIND | {"do_rescale": False}, "do_rescale must be True"),
-        (KIND | {"resample": 2}, "resample must be 3"),
+        (KIND | {"resample": 6}, "resample must be a filter of Pillow"),
+        (KIND | {"do_pan_and_scan": True}, "do_pan_and_scan must be False"),
         (KIND | {"rescale_factor": 1.0}, "rescale_factor must be 1/255"),
         (KIND | {"patch_size": 16}, "do not suit a tower"),
         (KIND | {"patch_size": "14"}, "patch_size must be a positive number"),

@@ -10,6 +10,8 @@ from typing import Any, Literal
 import torch
 from peft import LoraConfig, PeftModel
 from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     LlavaConfig,
     LlavaForConditionalGeneration,
     Mistral3Config,
@@ -112,6 +114,24 @@ def pixtral(config: Any, **text: Any) -> Any:
     )
 
 
+def gemma3(**text: Any) -> Gemma3Config:
+    vision = {key: VISION[key] for key in ("hidden_size", "intermediate_size", "patch_size")}
+    vision |= {"num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 8 * PATCH}
+    vision |= {"model_type": "siglip_vision_model", "initializer_range": 0.15}
+    del text["rope_parameters"]
+    text |= {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 16}
+    layers = text["num_hidden_layers"]
+    text |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"][:layers]}
+    return Gemma3Config(
+        text_config=text,
+        vision_config=vision,
+        image_token_index=TOKEN,
+        boi_token_index=OPENS,
+        eoi_token_index=CLOSES,
+        mm_tokens_per_image=16,
+    )
+
+
 def qwen3(config: Any = Qwen3VLConfig, **text: Any) -> Any:
     vision = {**VISION, "out_hidden_size": text["hidden_size"], "num_position_embeddings": 25}
     vision |= {"deepstack_visual_indexes": [0, 2]}
@@ -141,6 +161,7 @@ def qwen35_moe(**text: Any) -> Any:
 
 STATEFUL = ("qwen3_5", "qwen3_5_moe")
 KINDS: dict[str, tuple[Any, Any]] = {
+    "gemma3": (gemma3, Gemma3ForConditionalGeneration),
     "llava": (partial(llava, "default"), LlavaForConditionalGeneration),
     "llava_siglip": (partial(llava, "full", "siglip"), LlavaForConditionalGeneration),
     "llava_full": (partial(llava, "full"), LlavaForConditionalGeneration),
@@ -164,7 +185,7 @@ def make_pictured(kind: str = "qwen2_5_vl", **text: Any) -> PreTrainedModel:
 class Picture:
     """Patches as a processor gives them; grid: by (time, height, width). side: of the square of
     patches that becomes a token. added: tokens beside those of patches. has_breaks: a further token
-    stands between its rows."""
+    stands between its rows. frames: of a patch; 1 = transformers takes pixels."""
 
     def __init__(
         self,
@@ -179,6 +200,7 @@ class Picture:
         generator = torch.Generator().manual_seed(int.from_bytes(name.encode()[:4], "little"))
         self.name, self.grid = name, (1, height, width)
         self.side, self.added, self.has_breaks = side, added, has_breaks
+        self.frames = frames
         columns = 3 * frames * PATCH**2
         self.patches = torch.randn(height * width, columns, generator=generator)
 
@@ -200,10 +222,22 @@ class Picture:
 _GRIDS = {"a": (6, 10), "b": (8, 4), "c": (2, 2), "d": (4, 16), "e": (12, 6)}
 PICTURES = {name: Picture(name, *size) for name, size in _GRIDS.items()}
 # Beginnings of names, of kinds that read other pictures.
-SQUARES = {"llava": "square of ", "llava_siglip": "square of ", "llava_full": "square and row of "}
+SQUARES = {
+    "gemma3": "pooled square of ",
+    "llava": "square of ",
+    "llava_siglip": "square of ",
+    "llava_full": "square and row of ",
+}
+_SQUARES: dict[str, dict[str, Any]] = {
+    "pooled square of ": {"height": 8, "width": 8, "side": 2},
+    "square of ": {"height": 4, "width": 4, "side": 1},
+    "square and row of ": {"height": 4, "width": 4, "side": 1, "added": 1},
+}
+# Of those tokens a picture has at most so many.
+_JOINED = 16
 PICTURES |= {
-    before + name: Picture(name + before, 4, 4, side=1, frames=1, added=added)
-    for added, before in enumerate(dict.fromkeys(SQUARES.values()))
+    before + name: Picture(name + before, frames=1, **sizes)
+    for before, sizes in _SQUARES.items()
     for name in _GRIDS
 }
 
@@ -253,6 +287,8 @@ def reference(
         kinds = torch.zeros_like(inputs["input_ids"])
         for span in request.pictures:
             kinds[0, span.start : span.start + span.length] = 1
+        if model.config.model_type == "gemma3":
+            inputs["token_type_ids"] = kinds
         if of[0].has_breaks:
             sizes = [picture.pixels.shape[1:] for picture in of]
             most = torch.tensor(sizes).amax(0).tolist()
@@ -263,7 +299,7 @@ def reference(
                     for p, (high, wide) in zip(of, sizes, strict=True)
                 ]
             )
-        elif of[0].side == 1:
+        elif of[0].frames == 1:
             side = model.config.vision_config.image_size
             beside = (0, side - of[0].pixels.shape[2], 0, side - of[0].pixels.shape[1])
             pixels = torch.stack([picture.pixels for picture in of])
@@ -298,6 +334,11 @@ class PicturedEngine(Engine):
     """Pictures' patches lie at the end of the driver's host memory."""
 
     def __init__(self, driver: Driver, adapters: Mapping[str, AnyPacked], **options: Any) -> None:
+        """options: as of Engine. Steps have room for a picture whose tokens see each other."""
+        pictures = driver.executor.limits.pictures
+        if "max_step_tokens" in options and pictures is not None and pictures.is_joined:
+            options["max_step_tokens"] = max(options["max_step_tokens"], _JOINED + 4)
+            options |= {"max_rows": 4, "max_decodes": 0}
         super().__init__(driver, adapters, **options)
         self.grids = {name: picture.grid for name, picture in PICTURES.items()}
         self._segments = defaultdict[str, list[int]](list)

@@ -35,6 +35,7 @@ pytestmark = [
     [
         ("fa2", "qwen2_5_vl", 2),
         ("fa2", "qwen3_vl", 3),
+        ("fa2", "gemma3", 2),
         pytest.param("fa3", "qwen2_5_vl", 2, marks=pytest.mark.exhaustive),
         pytest.param("fa2", "llava", 2, marks=pytest.mark.exhaustive),
         pytest.param("fa2", "mistral3", 2, marks=pytest.mark.exhaustive),
@@ -64,6 +65,7 @@ def test_graphs_and_steps_outside(
             engine = PicturedEngine(driver, packed, max_step_tokens=20)
             keys = [engine.submit(request) for request in requests]
             engine.run()
+            assert all(engine.last(key).finish == "length" for key in keys)
             return [
                 (
                     engine.tokens(key),

@@ -49,11 +49,16 @@ QWEN3 = FAMILIES["qwen3_vl"].config
 QWEN2 = FAMILIES["qwen2_vl"].config
 LLAVA = FAMILIES["llava"].config
 MISTRAL3 = FAMILIES["mistral3"].config
+GEMMA3 = FAMILIES["gemma3"].config
 CPU = torch.device("cpu")
 
 
 def qwen(vision: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
     return {**QWEN, "vision_config": {**QWEN["vision_config"], **(vision or {})}, **changes}
+
+
+def gemma3(vision: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    return {**GEMMA3, "vision_config": {**GEMMA3["vision_config"], **(vision or {})}, **changes}
 
 
 def llava(vision: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
@@ -95,6 +100,7 @@ def test_qwen25_of_seven_billion_parameters() -> None:
         ("qwen3_vl_moe", 1536, 538.5e6),
         ("llava", 588, 311.9e6),
         ("mistral3", 588, 439.0e6),
+        ("gemma3", 588, 421.3e6),
     ],
 )
 def test_towers_without_windows(family: str, columns: int, parameters: float) -> None:
@@ -151,6 +157,10 @@ def qwen3(**vision: Any) -> dict[str, Any]:
         (llava({"image_size": 337}), "image_size must be a multiple of patch_size"),
         (llava({"hidden_act": "snake"}), "hidden_act must be one of"),
         (llava(projector_hidden_act="snake"), "projector_hidden_act must be one of"),
+        (gemma3({"hidden_size": 1000}), "hidden_size must be a multiple of num_attention_heads"),
+        (gemma3(mm_tokens_per_image=250), r"mm_tokens_per_image 250: no such square of 64 \* 64"),
+        (gemma3(mm_tokens_per_image=900), "mm_tokens_per_image 900"),
+        (gemma3(mm_tokens_per_image=None), "mm_tokens_per_image None"),
         (llava(vision_feature_layer=-25), "no layer of 24 is vision_feature_layer -25"),
         (llava(vision_feature_layer=25), "no layer of 24 is vision_feature_layer 25"),
         (mistral3({"head_dim": 32}), "head_dim must be 64, got 32"),
@@ -181,10 +191,21 @@ def test_refused_by_name(config: dict[str, Any], words: str) -> None:
         llava(vision_feature_layer=[-2, -1]),
         llava(vision_feature_select_strategy="other"),
         llava(image_token_index=32064),
+        gemma3(image_token_index=262208),
+        gemma3({"model_type": "clip_vision_model"}),
     ],
 )
 def test_models_that_read_no_pictures_here(config: dict[str, Any]) -> None:
     assert read_model(config).pictures is None
+
+
+def test_which_layers_join_the_tokens_of_a_picture() -> None:
+    model = read_model(GEMMA3)
+    assert {of.joins_pictures for of in model.attentions.values()} == {True}
+    assert not any(of.joins_pictures for of in read_model(LLAVA).attentions.values())
+    limits = picture_limits(model, engine_config(Path(), max_step_tokens=8192), 8192)
+    assert limits is not None
+    assert limits.is_joined
 
 
 def test_memory_of_pictures_is_one_line() -> None:
@@ -276,7 +297,7 @@ def test_older_names_of_llavas_encoder(tmp_path: Path) -> None:
     old = changed(new, tmp_path / "old", rename, **beside)
     first, again = (load_tower(each, model, torch.float32, CPU) for each in (new, old))
     assert torch.equal(first.body.embed, again.body.embed)
-    assert torch.equal(first.first.dequantised(), again.first.dequantised())
+    assert torch.equal(first.body.lm_head.dequantised(), again.body.lm_head.dequantised())
 
 
 def test_both_spellings_of_names(folder: Path, tmp_path: Path) -> None:
@@ -285,7 +306,7 @@ def test_both_spellings_of_names(folder: Path, tmp_path: Path) -> None:
     old = changed(folder, tmp_path, {"model.visual.": "visual."})
     again = load_tower(old, model, torch.float32, CPU)
     assert torch.equal(new.body.embed, again.body.embed)
-    assert torch.equal(new.first.dequantised(), again.first.dequantised())
+    assert torch.equal(new.body.lm_head.dequantised(), again.body.lm_head.dequantised())
 
 
 @pytest.mark.parametrize(

@@ -91,8 +91,8 @@ def test_layers_of_every_kind(
     from loraplex.server.model.ops.attention import prompt_attention
     from loraplex.server.model.ops.attention.attention_cuda import prompt_backend
     from loraplex.server.model.ops.attention.prompt_attention import (
+        ChosenPrompts,
         PromptAttention,
-        WidenedPrompts,
         prompt_kernels,
     )
     from loraplex.server.model.ops.sizes import MAX_PROMPTS, PromptRoom
@@ -118,8 +118,10 @@ def test_layers_of_every_kind(
     tokens, most = sum(n for _, _, n in SLICES), 250
     room = PromptRoom(most, MAX_PROMPTS * PAGES_A_ROW) if captured else None
     prompts = PromptAttention(model, cache, backend, room)
-    widened = [of for of in prompts._plans if isinstance(of, WidenedPrompts)]
-    memory = {of._widened._wide.untyped_storage().data_ptr() for of in widened}
+    widened = [of for of in prompts._plans if isinstance(of, ChosenPrompts)]
+    of_pages = [of._widened for of in widened if of._widened is not None]
+    assert len(of_pages) == len(widened)
+    memory = {of._wide.untyped_storage().data_ptr() for of in of_pages}
     assert len(memory) == min(1, len(widened))
     sizes = [(of.attention.num_heads, of.attention.head_dim) for of in model.layers]
     rows = most if captured else tokens

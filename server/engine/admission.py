@@ -187,9 +187,9 @@ def _bad_pictures(request: GenerateRequest, whole: ExecutorLimits) -> str | None
         if problem is None and not end <= span.start <= len(request.prompt_ids) - span.length:
             problem = f"token {span.start} is no place for one, behind those before it"
         begin, end = span.start, span.start + span.length
-        ids, tokens = request.prompt_ids[begin:end], limits.form.tokens(span.grid)
-        edges = {*ids[:1], *ids[-1:]}
-        if problem is None and (ids.count(limits.token_id), edges) != (tokens, {limits.token_id}):
+        ids = request.prompt_ids[begin:end]
+        held = ids.count(limits.token_id), {*ids[:1], *ids[-1:]}
+        if problem is None and held != (limits.form.tokens(span.grid), {limits.token_id}):
             problem = f"tokens {begin} to {end - 1} must hold its placeholders, {limits.token_id}"
         if problem is not None:
             return f"pictures: {problem}"
@@ -200,8 +200,8 @@ def _bad_pictures(request: GenerateRequest, whole: ExecutorLimits) -> str | None
 
 
 def _bad_span(span: PictureSpan, limits: PictureLimits) -> str | None:
-    tokens = limits.form.tokens(span.grid)
-    if not limits.form.fits(span.grid) or tokens > span.length:
+    tokens = limits.form.tokens(span.grid) if limits.form.fits(span.grid) else 0
+    if not 0 < tokens <= span.length:
         return f"a picture of {span.grid} patches does not take {span.length} tokens"
     if tokens > limits.most_tokens:
         return f"a picture of {tokens} tokens; one can have at most {limits.most_tokens}"

@@ -9,7 +9,7 @@ import numpy as np
 from loraplex.adapters.base import MAX_NEW_IDS
 from loraplex.adapters.manifest import SlabLayout
 from loraplex.server.engine.plan import SliceResult, StepPlan
-from loraplex.server.protocol import Grid, PictureForm
+from loraplex.server.protocol import AnyForm, Grid
 
 # The error message for a copy that failed through no fault of the adapter.
 COPY_FAILED = "it could not be copied to the device"
@@ -33,7 +33,7 @@ class PictureLimits(msgspec.Struct, frozen=True):
     """
 
     token_id: int
-    form: PictureForm
+    form: AnyForm
     columns: int
     most_tokens: int
     num_blocks: int

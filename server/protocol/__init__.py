@@ -53,10 +53,12 @@ from loraplex.server.protocol.picture_files import (
     read_picture_head,
 )
 from loraplex.server.protocol.pictures import (
+    AnyForm,
     Grid,
     PatchRule,
     PictureForm,
     PictureSpan,
+    TiledForm,
     VisionCard,
 )
 from loraplex.server.protocol.workers import (
@@ -84,6 +86,7 @@ __all__ = [
     "AdapterOrder",
     "AdapterPins",
     "AdapterPlace",
+    "AnyForm",
     "AdapterPrefetch",
     "AdapterReport",
     "AdapterState",
@@ -119,6 +122,7 @@ __all__ = [
     "StepEvents",
     "ThinkingBudget",
     "TierState",
+    "TiledForm",
     "TokenEvent",
     "TokenLogprob",
     "VectorForm",

@@ -4,6 +4,7 @@ Sizes are (width, height), in pixels.
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 _Size = tuple[int, int]
@@ -58,3 +59,39 @@ def within(width: int, height: int, unit: int, longest: int) -> _Size:
         width, height = math.floor(width / shrunk), math.floor(height / shrunk)
     wide, high = (-(-length // unit) * unit for length in (width, height))
     return wide, high
+
+
+def best_tiling(
+    width: int, height: int, side: int, tilings: Sequence[tuple[int, int]]
+) -> tuple[int, tuple[int, int]]:
+    """The place and the tiling, of numbers of tiles by height and width, that keeps most of the
+    picture's pixels, and of those the smallest. side: of a tile, in pixels."""
+
+    def kept(tiling: tuple[int, int]) -> tuple[int, int]:
+        high, wide = (side * number for number in tiling)
+        scale = min(wide / width, high / height)
+        pixels = min(int(width * scale) * int(height * scale), width * height)
+        return pixels, pixels - wide * high
+
+    return max(enumerate(tilings), key=lambda each: kept(each[1]))
+
+
+def in_tiling(width: int, height: int, side: int, tiling: tuple[int, int], seen: int) -> PictureCut:
+    """The picture as large as the tiles hold it, in the middle of them. seen: pixels of a tile that
+    are taken each way, the first ones."""
+    high, wide = (side * number for number in tiling)
+    if wide / width < high / height:
+        size = wide, min(math.ceil(height * (wide / width)), high)
+    else:
+        size = min(math.ceil(width * (high / height)), wide), high
+    left, top = (wide - size[0]) // 2, (high - size[1]) // 2
+    corners = [(x - left, y - top) for y in range(0, high, side) for x in range(0, wide, side)]
+    return PictureCut(size, tuple((x, y, x + seen, y + seen) for x, y in corners))
+
+
+def without_padding(width: int, height: int, high: int, wide: int) -> tuple[int, int]:
+    """Height and width, in patches, of what is left of `high * wide` patches without padding, whose
+    half is cut off on each side."""
+    if width / height > wide / high:
+        return high - (high - int(round(height * (wide / width), 7))) // 2 * 2, wide
+    return high, wide - (wide - int(round(width * (high / height), 7))) // 2 * 2

@@ -29,7 +29,7 @@ class PictureSpan(msgspec.Struct, frozen=True, array_like=True):
     grid: Grid
 
 
-class PictureForm(msgspec.Struct, frozen=True):
+class PictureForm(msgspec.Struct, frozen=True, tag="plain"):
     """How patches of a picture become placeholders. side: a square of `side * side` patches is
     one. added: placeholders of a picture beside those of its patches. tile: patches a side of every
     picture; 0 = there may be any number."""
@@ -66,6 +66,43 @@ class PictureForm(msgspec.Struct, frozen=True):
         return 1, side, side
 
 
+class TiledForm(PictureForm, frozen=True, kw_only=True, tag="tiled"):
+    """Pictures that are padded to tiles, whose placeholders lie line by line. Before them come
+    those of all of the picture, as one tile; behind each line comes one more.
+
+    tilings: numbers of tiles by height and width that a picture may have. The first number of a
+    grid says which, from 1; the others are patches that have a part of the picture.
+    """
+
+    tilings: tuple[tuple[int, int], ...]
+
+    def padded(self, grid: Grid) -> tuple[int, int]:
+        """Height and width, in patches, of a picture's tiles but for the first."""
+        high, wide = self.tilings[grid[0] - 1]
+        return high * self.tile, wide * self.tile
+
+    def fits(self, grid: Grid) -> bool:
+        if not 0 < grid[0] <= len(self.tilings):
+            return False
+        # One side is full, and of the other as much is padding on both sides.
+        added = [most - own for most, own in zip(self.padded(grid), grid[1:], strict=True)]
+        return min(grid[1:]) >= 0 == min(added) == max(added) % 2
+
+    def tokens(self, grid: Grid) -> int:
+        return self.tile**2 + grid[1] * (grid[2] + 1)
+
+    def stack(self, grid: Grid) -> tuple[int, int]:
+        return (1 + math.prod(self.tilings[grid[0] - 1])) * self.tile, self.tile
+
+    def largest(self, tokens: int) -> Grid:
+        numbers = range(1, 1 + len(self.tilings))
+        grids = [(number, *self.padded((number, 0, 0))) for number in numbers]
+        return max(grids, key=self.patches)
+
+
+AnyForm = PictureForm | TiledForm
+
+
 class VisionCard(msgspec.Struct, frozen=True):
     """The way from a picture to a model's patches and tokens.
 
@@ -86,7 +123,7 @@ class VisionCard(msgspec.Struct, frozen=True):
     rule: PatchRule
     patch_size: int
     temporal_patch_size: int
-    form: PictureForm
+    form: AnyForm
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     token_id: int
@@ -128,6 +165,9 @@ class VisionCard(msgspec.Struct, frozen=True):
     @property
     def most_seen_pixels(self) -> int:
         """A bound of the pixels that patches are made of."""
+        if isinstance(self.form, TiledForm):
+            patches = self.form.patches(self.form.largest(0))
+            return patches * self.patch_size**2
         if self.rule == "clip":
             return self.crop_size**2
         # Sides are multiples of whole tokens.
@@ -143,12 +183,16 @@ class VisionCard(msgspec.Struct, frozen=True):
                 f"a picture of {width} x {height} pixels is more than {_MAX_ASPECT} times longer "
                 "one way than the other"
             )
+        side = self.crop_size
+        seen, size = side // self.patch_size * self.patch_size, (side, side)
+        if isinstance(self.form, TiledForm):
+            _, tiling = picture_cuts.best_tiling(width, height, side, self.form.tilings)
+            tiles = picture_cuts.in_tiling(width, height, side, tiling, seen)
+            return [PictureCut(size, ((0, 0, seen, seen),)), tiles]
         if self.rule == "clip":
-            seen = self.crop_size // self.patch_size * self.patch_size
-            size = (self.crop_size, self.crop_size)
             if self.shortest_edge:
                 size = picture_cuts.with_shortest(width, height, self.shortest_edge)
-            return [picture_cuts.middle(size, self.crop_size, seen)]
+            return [picture_cuts.middle(size, side, seen)]
         if self.rule == "pixtral":
             size = picture_cuts.within(width, height, self.unit, self.longest_edge)
             return [picture_cuts.whole(size)]
@@ -157,8 +201,12 @@ class VisionCard(msgspec.Struct, frozen=True):
 
     def grid(self, width: int, height: int) -> Grid:
         """Patches of a picture of so many pixels. ValueError: it is too long and thin."""
-        ((_, (box,)),) = self.cuts(width, height)
-        left, top, right, bottom = box
+        (left, top, right, bottom), *_ = self.cuts(width, height)[0].boxes
+        if isinstance(self.form, TiledForm):
+            tilings = self.form.tilings
+            number = picture_cuts.best_tiling(width, height, self.crop_size, tilings)[0] + 1
+            padded = self.form.padded((number, 0, 0))
+            return number, *picture_cuts.without_padding(width, height, *padded)
         return 1, (bottom - top) // self.patch_size, (right - left) // self.patch_size
 
     def ids(self, grid: Grid) -> list[int]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from loraplex.adapters.violations import shown
 from loraplex.server.model.checkpoint.checkpoint import read_json, read_optional_json
 from loraplex.server.model.checkpoint.model_files import CONFIG_FILE
-from loraplex.server.protocol import PatchRule, PictureForm, VisionCard
+from loraplex.server.protocol import AnyForm, PatchRule, VisionCard
 
 # The second counts where the first says nothing of pictures.
 FILES = ("processor_config.json", "preprocessor_config.json")
@@ -82,7 +82,7 @@ class TowerForm(NamedTuple):
 
     columns: int
     token_id: int
-    form: PictureForm
+    form: AnyForm
     pixels: int = 0
 
 

@@ -14,7 +14,7 @@ from loraplex.server.model.spec.model_spec import (
     ModelSpec,
     NormSpec,
 )
-from loraplex.server.protocol import PictureForm
+from loraplex.server.protocol import AnyForm, PictureForm
 
 Joins = Literal["none", "windowed", "all"]
 
@@ -113,7 +113,7 @@ class PictureSpec(msgspec.Struct, frozen=True):
     token_id: int
     window: int = 0
     axes: tuple[int, ...] | None = None
-    form: PictureForm = PictureForm()
+    form: AnyForm = PictureForm()
     pixels: int = 0
     splits: bool = False
     joins: Joins = "none"

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from loraplex.server.protocol import PictureForm, VisionCard
+from loraplex.server.protocol import PictureForm, TiledForm, VisionCard
 
 QWEN = VisionCard(
     rule="qwen2_vl",
@@ -48,6 +48,11 @@ CLIP = VisionCard(
     token_id=32000,
     shortest_edge=336,
     crop_size=336,
+)
+TILED = msgspec.structs.replace(
+    CLIP,
+    form=TiledForm(tile=24, tilings=((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))),
+    shortest_edge=0,
 )
 
 SIGLIP = VisionCard(

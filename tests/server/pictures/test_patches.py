@@ -10,17 +10,21 @@ import msgspec
 import numpy as np
 import pytest
 from PIL import Image, ImageOps
+from transformers.image_processing_utils import select_best_resolution
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.llava_next.image_processing_pil_llava_next import (
+    LlavaNextImageProcessorPil,
+)
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-from loraplex.server.protocol import PictureForm, VisionCard, read_picture_head
+from loraplex.server.protocol import Grid, PictureForm, TiledForm, VisionCard, read_picture_head
 from loraplex.server.worker.pictures.decoding import outcome
 from loraplex.server.worker.pictures.jobs import DecodeJob
 from loraplex.server.worker.pictures.patches import write_patches
-from tests.server.pictures.cards import CLIP, GEMMA3, PIXTRAL, QWEN, QWEN3, SIGLIP
+from tests.server.pictures.cards import CLIP, GEMMA3, PIXTRAL, QWEN, QWEN3, SIGLIP, TILED
 from tests.server.pictures.files import MODES, written
 
 SMALL = msgspec.structs.replace(QWEN, max_pixels=50000)
@@ -28,10 +32,14 @@ SMALL3 = msgspec.structs.replace(QWEN3, max_pixels=90000)
 # The second one's square is larger than some pictures, and black around them.
 CLIPS = {
     "usual": CLIP,
-    "black": msgspec.structs.replace(CLIP, patch_size=8, shortest_edge=31, crop_size=56),
+    "black": msgspec.structs.replace(
+        CLIP, patch_size=8, shortest_edge=31, crop_size=56, form=PictureForm(tile=7)
+    ),
     "siglip": SIGLIP,
     "gemma3": GEMMA3,
-    "part": msgspec.structs.replace(CLIP, patch_size=8, shortest_edge=75, crop_size=40),
+    "part": msgspec.structs.replace(
+        CLIP, patch_size=8, shortest_edge=75, crop_size=40, form=PictureForm(tile=5)
+    ),
 }
 PIXTRALS = {
     "pixtral": msgspec.structs.replace(PIXTRAL, longest_edge=300),
@@ -39,7 +47,15 @@ PIXTRALS = {
         PIXTRAL, patch_size=16, form=PictureForm(), longest_edge=440
     ),
 }
-CARDS = {"small": SMALL, "small3": SMALL3, **CLIPS, **PIXTRALS}
+TILINGS = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))
+# SigLIP's tiles have pixels beside those of their patches.
+TILES = {
+    "tiled": msgspec.structs.replace(TILED, crop_size=48, form=TiledForm(tile=3, tilings=TILINGS)),
+    "tiled_siglip": msgspec.structs.replace(
+        TILED, patch_size=8, crop_size=45, form=TiledForm(tile=5, tilings=((1, 1), (4, 2), (2, 6)))
+    ),
+}
+CARDS = {"small": SMALL, "small3": SMALL3, **CLIPS, **PIXTRALS, **TILES}
 
 
 def patches_of(data: bytes, card: VisionCard) -> tuple[np.ndarray, tuple[int, int, int]]:
@@ -47,13 +63,15 @@ def patches_of(data: bytes, card: VisionCard) -> tuple[np.ndarray, tuple[int, in
     grid = card.grid(head.width, head.height)
     found = outcome(DecodeJob(data, grid), card)
     assert found.fault is None
-    patches = np.full((grid[1] * grid[2], card.columns), np.nan, np.float32)
+    patches = np.full((card.form.patches(grid), card.columns), np.nan, np.float32)
     write_patches(found.pixels, grid, card, patches)
     return patches, grid
 
 
 def expected(data: bytes, card: VisionCard) -> tuple[np.ndarray, tuple[int, ...]]:
     picture = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    if isinstance(card.form, TiledForm):
+        return expected_of_tiles(picture, card, card.form)
     if card.rule == "clip":
         return expected_of_clip(picture, card)
     if card.rule == "pixtral":
@@ -83,12 +101,35 @@ def expected_of_clip(picture: Image.Image, card: VisionCard) -> tuple[np.ndarray
     return cut(pixels[:, :seen, :seen], card)
 
 
+def expected_of_tiles(
+    picture: Image.Image, card: VisionCard, form: TiledForm
+) -> tuple[np.ndarray, tuple[int, ...]]:
+    side, seen = card.crop_size, form.tile * card.patch_size
+    of_tile = {"height": side, "width": side}
+    pinpoints = [[side * high, side * wide] for high, wide in form.tilings]
+    sizes: dict[str, Any] = {"size": of_tile, "crop_size": of_tile}
+    processor = LlavaNextImageProcessorPil(image_grid_pinpoints=pinpoints, **sizes)
+    made = processor(picture, return_tensors="np")
+    tiles = [cut(tile[:, :seen, :seen], card)[0] for tile in made["pixel_values"][0]]
+    best = select_best_resolution(tuple(made["image_sizes"][0]), pinpoints)
+    return np.concatenate(tiles), tuple(length // side for length in best)
+
+
 def cut(pixels: np.ndarray, card: VisionCard) -> tuple[np.ndarray, tuple[int, ...]]:
     """Patches of `[3, height, width]`, token by token."""
     side, patch = card.form.side, card.patch_size
     high, wide = (length // patch for length in pixels.shape[1:])
     found = pixels.reshape(3, high // side, side, patch, wide // side, side, patch)
     return found.transpose(1, 4, 2, 5, 0, 3, 6).reshape(high * wide, -1), (1, high, wide)
+
+
+def assert_grid(card: VisionCard, found: Grid, wanted: tuple[int, ...]) -> None:
+    assert card.form.fits(found)
+    if isinstance(card.form, TiledForm):
+        assert card.form.tilings[found[0] - 1] == wanted
+    else:
+        assert found == wanted
+        assert card.form.tokens(found) == found[1] * found[2] // card.form.side**2
 
 
 @pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
@@ -101,8 +142,7 @@ def test_every_mode_is_read_as_by_transformers(kind: str, mode: str, card: Visio
         data = written(kind, mode, width, height, seed)
         patches, grid = patches_of(data, card)
         wanted, wanted_grid = expected(data, card)
-        assert grid == wanted_grid
-        assert card.form.tokens(grid) == grid[1] * grid[2] // card.form.side**2
+        assert_grid(card, grid, wanted_grid)
         np.testing.assert_array_equal(patches, wanted)
 
 
@@ -141,10 +181,10 @@ def test_pictures_of_packages_are_read_as_by_transformers() -> None:
             QWEN.grid(head.width, head.height)
         except ValueError:
             continue  # another format by its name, or too long and thin
-        for card in (QWEN, CLIP, PIXTRAL):
+        for card in (QWEN, CLIP, PIXTRAL, TILED):
             patches, grid = patches_of(data, card)
             wanted, wanted_grid = expected(data, card)
-            assert grid == wanted_grid, path
+            assert_grid(card, grid, wanted_grid)
             np.testing.assert_array_equal(patches, wanted, err_msg=str(path))
         read += 1
     assert read >= 20
@@ -160,8 +200,8 @@ def test_many_sizes_are_read_as_by_transformers() -> None:
             continue
         turned = 1 if kind == "GIF" else generator.randint(1, 8)
         data = written(kind, generator.choice(MODES[kind]), width, height, seed, turned)
-        for card in (QWEN, CLIP, PIXTRAL):
+        for card in (QWEN, CLIP, PIXTRAL, TILED):
             patches, grid = patches_of(data, card)
             wanted, wanted_grid = expected(data, card)
-            assert grid == wanted_grid, (kind, width, height)
+            assert_grid(card, grid, wanted_grid)
             np.testing.assert_array_equal(patches, wanted)

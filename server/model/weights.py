@@ -242,7 +242,8 @@ class PoolWeights:
 class TowerWeights:
     """Weights of an encoder of pictures. body: `embed` is the matrix of patches, `[hidden,
     columns]`, and `lm_head` the merger's last one. joined, first: the merger's other matrices.
-    bias: of patches. deep: by the tower's layer. pool: as of MergerSpec. None = there is none."""
+    bias: of patches. deep: by the tower's layer. pool: as of MergerSpec. newline: a token's vector.
+    None = there is none."""
 
     body: ModelWeights
     first: Linear | None
@@ -250,6 +251,7 @@ class TowerWeights:
     deep: dict[int, DeepMergerWeights]
     joined: Linear | None
     pool: PoolWeights | None = None
+    newline: torch.Tensor | None = None
 
     @property
     def products(self) -> tuple[Linear, ...]:
@@ -341,7 +343,9 @@ def load_tower(
     joined, first = (
         None if of is None else source.linear(of) for of in (merger.joined, merger.first)
     )
-    return TowerWeights(body, first, bias, deep, joined, _load_pool(source, merger.pool))
+    pool = _load_pool(source, merger.pool)
+    newline = source.get(merger.newline) if merger.newline else None
+    return TowerWeights(body, first, bias, deep, joined, pool, newline)
 
 
 def _load_pool(source: WeightSource, spec: PoolSpec | None) -> PoolWeights | None:

@@ -10,7 +10,7 @@ from loraplex.server.protocol.picture_cuts import PictureCut
 
 Grid = tuple[int, int, int]
 # The processor by whose rule a picture is resized and cut into patches.
-PatchRule = Literal["qwen2_vl", "clip", "pixtral"]
+PatchRule = Literal["qwen2_vl", "clip", "pixtral", "llava_next"]
 # A picture that is so many times longer than wide, or wider than long, is refused.
 _MAX_ASPECT = 200
 
@@ -49,6 +49,10 @@ class PictureForm(msgspec.Struct, frozen=True, tag="plain"):
     def tokens(self, grid: Grid) -> int:
         """Placeholders of a picture; each has a result of the tower."""
         return math.prod(grid) // self.side**2 + self.added
+
+    def merged(self, grid: Grid) -> int:
+        """Vectors that the tower makes of a picture's patches, before they lie as placeholders."""
+        return self.tokens(grid)
 
     def stack(self, grid: Grid) -> tuple[int, int]:
         """Height and width, in patches, of what the tower reads of a picture: all of its tiles, one
@@ -90,6 +94,9 @@ class TiledForm(PictureForm, frozen=True, kw_only=True, tag="tiled"):
 
     def tokens(self, grid: Grid) -> int:
         return self.tile**2 + grid[1] * (grid[2] + 1)
+
+    def merged(self, grid: Grid) -> int:
+        return self.patches(grid)
 
     def stack(self, grid: Grid) -> tuple[int, int]:
         return (1 + math.prod(self.tilings[grid[0] - 1])) * self.tile, self.tile

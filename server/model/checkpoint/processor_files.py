@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from loraplex.adapters.violations import shown
 from loraplex.server.model.checkpoint.checkpoint import read_json, read_optional_json
 from loraplex.server.model.checkpoint.model_files import CONFIG_FILE
-from loraplex.server.protocol import AnyForm, PatchRule, VisionCard
+from loraplex.server.protocol import AnyForm, PatchRule, TiledForm, VisionCard
 
 # The second counts where the first says nothing of pictures.
 FILES = ("processor_config.json", "preprocessor_config.json")
@@ -52,6 +52,7 @@ class _Processor(NamedTuple):
 _PROCESSORS = {
     "CLIPImageProcessor": _Processor("clip", crops=True),
     _GEMMA3: _Processor("clip", (_HALF, _HALF), _BILINEAR),
+    "LlavaNextImageProcessor": _Processor("llava_next"),
     "PixtralImageProcessor": _Processor("pixtral"),
     "Qwen2VLImageProcessor": _Processor("qwen2_vl"),
     "SiglipImageProcessor": _Processor("clip", (_HALF, _HALF)),
@@ -69,6 +70,7 @@ _OF_ROWS = {
     "image_break_token": "[IMG_BREAK]",
     "image_end_token": "[IMG_END]",
 }
+_PADDED = "image_grid_pinpoints"
 _LONGEST = "longest_edge"
 _LONGEST_USUAL = 1024
 _LEAST_LONGEST = 256
@@ -110,12 +112,7 @@ def read_vision_card(folder: Path, tower: TowerForm, token_to_id: TokenToId) -> 
         raise ValueError(f"resample must be a filter of Pillow, got {shown(resample)}")
     if not all(std):
         raise ValueError(f"image_std is out of range: {std}")
-    if processor.rule == "clip":
-        sizes = _of_clip(given, tower, kind, folder)
-    elif processor.rule == "pixtral":
-        sizes = _of_pixtral(given, read_optional_json(folder / FILES[0]), tower, token_to_id)
-    else:
-        sizes = _of_qwen2(given, tower, folder)
+    sizes = _sizes(kind, given, tower, folder, token_to_id)
     card = VisionCard(
         rule=processor.rule,
         resample=resample,
@@ -130,6 +127,26 @@ def read_vision_card(folder: Path, tower: TowerForm, token_to_id: TokenToId) -> 
             f"patches of {card.columns} numbers do not suit a tower of {tower.columns}"
         )
     return card
+
+
+def _sizes(
+    kind: str,
+    given: Mapping[str, Any],
+    tower: TowerForm,
+    folder: Path,
+    token_to_id: TokenToId,
+) -> dict[str, Any]:
+    """Fields of a VisionCard that not all rules have."""
+    rule = _PROCESSORS[kind].rule
+    if (rule == "llava_next") is not isinstance(tower.form, TiledForm):
+        raise ValueError(f"{_KIND} {shown(given[_KIND])} does not suit the tower")
+    if isinstance(tower.form, TiledForm):
+        return _of_tiles(given, tower, tower.form)
+    if rule == "clip":
+        return _of_clip(given, tower, kind, folder)
+    if rule == "pixtral":
+        return _of_pixtral(given, read_optional_json(folder / FILES[0]), tower, token_to_id)
+    return _of_qwen2(given, tower, folder)
 
 
 def _of_qwen2(given: Mapping[str, Any], tower: TowerForm, folder: Path) -> dict[str, Any]:
@@ -195,6 +212,25 @@ def _of_clip(given: Mapping[str, Any], tower: TowerForm, kind: str, folder: Path
         "shortest_edge": shortest,
         "crop_size": side,
         **(_of_gemma3(folder, tower) if kind == _GEMMA3 else {}),
+    }
+
+
+def _of_tiles(given: Mapping[str, Any], tower: TowerForm, form: TiledForm) -> dict[str, Any]:
+    """Fields of a VisionCard of tiles. Both files name the sizes of padded pictures."""
+    side = tower.pixels
+    square = {"height": side, "width": side}
+    if given.get("size", _CLIP_SIZE) not in (side, square, {_SHORTEST: side}):
+        raise ValueError(f"size must be {side}, as the tower's, got {shown(given.get('size'))}")
+    if given.get("crop_size", _CLIP_SIZE) not in (side, square):
+        crop = shown(given.get("crop_size"))
+        raise ValueError(f"crop_size must be {side}, as the tower's, got {crop}")
+    padded = [[side * high, side * wide] for high, wide in form.tilings]
+    if given.get(_PADDED) != padded:
+        raise ValueError(f"{_PADDED} must be {padded}, got {shown(given.get(_PADDED))}")
+    return {
+        "patch_size": math.isqrt(tower.columns // 3),
+        "temporal_patch_size": 1,
+        "crop_size": side,
     }
 
 

@@ -13,7 +13,7 @@ from loraplex.server.model.checkpoint.checkpoint import (
 )
 
 _TOWER = re.compile(
-    r"(?:model\.)?(?:(?:visual|vision_tower)\.(?:vision_model\.)?|(?=multi_modal_projector\.))"
+    r"(?:model\.)?(?:(?:visual|vision_tower)\.(?:vision_model\.)?|(?=multi_modal_projector\.|image_newline))"
     r"(?P<rest>.+)"
 )
 _BLOCKS = re.compile(r"(?:blocks|(?:encoder|transformer)\.layers)\.(?=[0-9])")

@@ -72,8 +72,9 @@ class MergerSpec(HeadSpec, frozen=True, kw_only=True):
     of their features one behind the other, or of what `pool` makes of them. first: None =
     `linear(x)`. reads_stream: patches are as the last layer leaves them, without a norm. skipped:
     rows before those of patches that make no token. joined: a product before `first`; the features
-    of a token's patches come one by one there, each of all patches. deep: mergers of earlier
-    layers, in their order."""
+    of a token's patches come one by one there, each of all patches. newline: the tensor of a token
+    behind each line of a TiledForm; "" = there is none. deep: mergers of earlier layers, in their
+    order."""
 
     first: LinearSpec | None = None
     pool: PoolSpec | None = None
@@ -82,6 +83,7 @@ class MergerSpec(HeadSpec, frozen=True, kw_only=True):
     reads_stream: bool = False
     skipped: int = 0
     joined: LinearSpec | None = None
+    newline: str = ""
     deep: tuple[DeepMergerSpec, ...] = ()
 
     @property
@@ -94,6 +96,8 @@ class MergerSpec(HeadSpec, frozen=True, kw_only=True):
         yield from HeadSpec.tensors(self)
         if self.pool is not None:
             yield from self.pool.tensors()
+        if self.newline:
+            yield self.newline, (self.linear.out_features,)
         for each in self.deep:
             yield from each.norm.tensors()
 

@@ -6,7 +6,7 @@ transformers' processors order them.
 
 import numpy as np
 
-from loraplex.server.protocol import Grid
+from loraplex.server.protocol import Grid, TiledForm
 
 
 def patch_places(grid: Grid, side: int) -> np.ndarray:
@@ -48,3 +48,16 @@ def window_table(grid: Grid, side: int, window: int) -> np.ndarray:
     patches = tokens[:, :, None] * side**2 + np.arange(side**2)
     patches[tokens < 0] = -1
     return patches.reshape(len(tokens), -1)
+
+
+def token_order(form: TiledForm, grid: Grid) -> np.ndarray:
+    """Which patch each token of a picture is made of, int64 `[tokens]`: all of the picture, then
+    the lines of its other tiles without padding. The number of patches stands for a line's end."""
+    side, (high, wide) = form.tile, form.padded(grid)
+    first, of_tiles = np.split(np.arange(form.patches(grid)), [side**2])
+    tiles = of_tiles.reshape(high // side, wide // side, side, side)
+    lines = tiles.transpose(0, 2, 1, 3).reshape(high, wide)
+    top, left = ((most - own) // 2 for most, own in zip((high, wide), grid[1:], strict=True))
+    kept = lines[top : top + grid[1], left : left + grid[2]]
+    ended = np.pad(kept, ((0, 0), (0, 1)), constant_values=form.patches(grid))
+    return np.concatenate((first, ended.reshape(-1)))

@@ -89,7 +89,7 @@ class Tower:
         patches = [len(each.patches) for each in pictures]
         parts = [self._ops.parts(each.grid) for each in pictures]
         rows = [sum(part.rows for part in of) for of in parts]
-        tokens = [form.tokens(each.grid) for each in pictures]
+        tokens = [form.merged(each.grid) for each in pictures]
         lora = _PassLora(pictures, rows)
         every, every_token = RowSpan(0, sum(rows)), RowSpan(0, sum(tokens))
         of_tokens = _PassLora(pictures, tokens).of(every_token)
@@ -121,7 +121,11 @@ class Tower:
             by_token = self._ops.linear(by_feature, joined, of_tokens, self._sites.mergers[0])
         result = self._merged(by_token, linears, mergers, of_tokens)
         split: tuple[torch.Tensor, ...] = torch.cat((result, *deep), dim=1).split(tokens)
-        return split
+        newline, grids = self._weights.newline, (each.grid for each in pictures)
+        if newline is None:
+            return split
+        each_line = zip(split, grids, strict=True)
+        return tuple(self._ops.in_lines(vectors, newline, grid) for vectors, grid in each_line)
 
     def _embedded(self, pictures: Sequence[TowerInput], lora: _PassLora) -> torch.Tensor:
         body = self._weights.body

@@ -15,7 +15,7 @@ from loraplex.server.model.ops.transfers import to_device
 from loraplex.server.model.ops.turned_heads import StepTurns, Turn, turned_heads
 from loraplex.server.model.spec.model_spec import AttentionSpec
 from loraplex.server.model.spec.picture_spec import PictureSpec
-from loraplex.server.model.tower.geometry import patch_places, table_taps
+from loraplex.server.model.tower.geometry import patch_places, table_taps, token_order
 from loraplex.server.model.tower.tower_plan import (
     RowSpan,
     Sight,
@@ -24,7 +24,7 @@ from loraplex.server.model.tower.tower_plan import (
     WorkSizes,
     plan_work,
 )
-from loraplex.server.protocol import Grid
+from loraplex.server.protocol import Grid, TiledForm
 
 
 class _Windows(NamedTuple):
@@ -134,6 +134,13 @@ class TowerOps(TorchProducts):
         for row, factor in zip(rows[1:], factors[1:], strict=True):
             found = found + table[row] * factor[:, None]
         return found
+
+    def in_lines(self, vectors: torch.Tensor, newline: torch.Tensor, grid: Grid) -> torch.Tensor:
+        """Lay vectors of a TiledForm's patches, `[patches, n]`, as tokens: `[tokens, n]`."""
+        form = self._spec.form
+        assert isinstance(form, TiledForm)
+        order = to_device(token_order(form, grid), self._device)
+        return torch.cat((vectors, newline[None]))[order]
 
     def heads(
         self,

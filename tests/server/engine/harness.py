@@ -177,7 +177,7 @@ class Harness:
         limits = self.limits.pictures
         assert limits is not None
         grid = self.grids[picture]
-        rows, self.segments = grid[1] * grid[2], self.segments + 1
+        rows, self.segments = limits.form.patches(grid), self.segments + 1
         segment = self.segment(picture)
         message = EncodePicture(picture, grid, segment, rows, limits.columns)
         self.scheduler.picture_came(msgspec.structs.replace(message, **changes))

@@ -51,6 +51,7 @@ CLIP = VisionCard(
 )
 TILED = msgspec.structs.replace(
     CLIP,
+    rule="llava_next",
     form=TiledForm(tile=24, tilings=((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))),
     shortest_edge=0,
 )

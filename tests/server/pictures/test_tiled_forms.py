@@ -1,6 +1,8 @@
-"""Pictures padded to tiles: tilings and tokens against transformers, and what no picture may say."""
+"""Pictures padded to tiles: tilings and tokens against transformers, grids that none has."""
 
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -24,13 +26,14 @@ def test_tokens_are_those_of_transformers(width: int, height: int) -> None:
         return
     grid = TILED.grid(width, height)
     assert FORM.fits(grid)
-    of = SimpleNamespace(
+    of: Any = SimpleNamespace(
         patch_size=14,
         num_additional_image_tokens=0,
         image_processor=SimpleNamespace(image_grid_pinpoints=PINPOINTS),
     )
-    of._get_unpadded_features = lambda *args: LlavaNextProcessor._get_unpadded_features(of, *args)
-    expected = LlavaNextProcessor._get_number_of_features(of, height, width, SIDE, SIDE)
+    processor: Any = LlavaNextProcessor
+    of._get_unpadded_features = partial(processor._get_unpadded_features, of)
+    expected = processor._get_number_of_features(of, height, width, SIDE, SIDE)
     assert FORM.tokens(grid) == len(TILED.ids(grid)) == expected
     best = select_best_resolution((height, width), PINPOINTS)
     assert best == tuple(SIDE * number for number in FORM.tilings[grid[0] - 1])

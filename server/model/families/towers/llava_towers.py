@@ -13,12 +13,14 @@ from loraplex.server.model.families.towers.tower_parts import EncoderParts, prod
 from loraplex.server.model.spec.linear_spec import LinearSpec, Part
 from loraplex.server.model.spec.model_spec import ModelSpec, NormSpec
 from loraplex.server.model.spec.picture_spec import MergerSpec, PictureSpec
-from loraplex.server.protocol import PictureForm
+from loraplex.server.protocol import PictureForm, TiledForm
 
 # Rows of an encoder's layer that become tokens: all of them, or those behind the first.
 _FULL, _BEHIND = "full", "default"
 _STRATEGIES = {CLIP: (_BEHIND, _FULL), SIGLIP: (_FULL,), PIXTRAL: (_FULL,)}
 _LLAVA_TOKEN, _MISTRAL3_TOKEN = 32000, 10
+# Of LLaVA-NeXT, where `config.json` says nothing.
+_PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 _PROJECTOR = "multi_modal_projector"
 
 
@@ -39,6 +41,34 @@ def read_llava(config: Mapping[str, Any], text: ModelSpec, fields: Fields) -> Pi
     model = _tower(parts, layer, norm, merger, text, fields)
     form = PictureForm(added=added, tile=parts.tile)
     return PictureSpec(model, token_id, form=form, pixels=parts.pixels, splits=parts.splits)
+
+
+def read_llava_next(
+    config: Mapping[str, Any], text: ModelSpec, fields: Fields
+) -> PictureSpec | None:
+    """LLaVA-NeXT: as LLaVA, of pictures in tiles, whose tokens lie line by line."""
+    found = read_llava(config, text, fields)
+    if found is None or found.form.added or not found.pixels:
+        return None
+    tilings = _tilings(config, found.pixels, fields)
+    model = replace(found.tower, head=replace(found.merger, newline="image_newline"))
+    return replace(found, tower=model, form=TiledForm(tile=found.form.tile, tilings=tilings))
+
+
+def _tilings(config: Mapping[str, Any], pixels: int, fields: Fields) -> tuple[tuple[int, int], ...]:
+    """Numbers of tiles by height and width. pixels: a side of a tile."""
+    key = "image_grid_pinpoints"
+    sizes = _PINPOINTS if config.get(key) is None else config[key]
+
+    def is_sound(size: object) -> bool:
+        if not isinstance(size, list) or len(size) != 2:
+            return False
+        return all(type(n) is int and n > 0 and n % pixels == 0 for n in size)
+
+    if not isinstance(sizes, list) or not sizes or not all(map(is_sound, sizes)):
+        fields.refuse(f"{key} must be multiples of {pixels} pixels, got {sizes!r}")
+        return ((1, 1),)
+    return tuple((high // pixels, wide // pixels) for high, wide in sizes)
 
 
 def read_mistral3(config: Mapping[str, Any], text: ModelSpec, fields: Fields) -> PictureSpec | None:

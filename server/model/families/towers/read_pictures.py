@@ -7,7 +7,11 @@ from msgspec.structs import replace
 
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.families.towers.gemma_towers import read_gemma3
-from loraplex.server.model.families.towers.llava_towers import read_llava, read_mistral3
+from loraplex.server.model.families.towers.llava_towers import (
+    read_llava,
+    read_llava_next,
+    read_mistral3,
+)
 from loraplex.server.model.families.towers.qwen_towers import (
     read_qwen2,
     read_qwen3,
@@ -22,6 +26,7 @@ _VISION = "vision_config"
 _READERS: dict[str, ReadPictures] = {
     "gemma3": read_gemma3,
     "llava": read_llava,
+    "llava_next": read_llava_next,
     "mistral3": read_mistral3,
     "qwen2_5_vl": read_qwen25,
     "qwen2_vl": read_qwen2,

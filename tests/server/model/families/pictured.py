@@ -7,13 +7,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import torch
 from peft import LoraConfig, PeftModel
+from torch.nn import functional
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    LlavaNextConfig,
+    LlavaNextForConditionalGeneration,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
     PreTrainedModel,
@@ -32,17 +36,19 @@ from transformers import (
 )
 
 from loraplex.server.engine.executor import PictureIn
-from loraplex.server.protocol import GenerateRequest, PictureSpan, TokenEvent
+from loraplex.server.protocol import GenerateRequest, PictureSpan, TiledForm, TokenEvent
 from tests.server.engine.harness import make_request
 from tests.server.model.driver import Driver
 from tests.server.model.driver import Packed as AnyPacked
 from tests.server.model.engine import Engine
 from tests.server.model.hub_models import SIZES, VOCAB, add_adapter, random_model, save_model
 from tests.server.model.slabs import pack
+from tests.server.pictures.cards import TILED
 
 TOKEN, OPENS, CLOSES, VIDEO, BREAK = 90, 92, 93, 91, 94
 TOLERANCE = 1e-4
 PATCH = 4
+TILES = TiledForm(tile=3, tilings=((1, 2), (2, 1), (1, 1)))
 VISION: dict[str, Any] = {
     "depth": 4,
     "hidden_size": 32,
@@ -96,6 +102,14 @@ def llava(strategy: Literal["default", "full"], kind: str = "clip", **text: Any)
         tie_word_embeddings=False,
         vision_feature_select_strategy=strategy,
     )
+
+
+def llava_next(kind: str = "clip", **text: Any) -> LlavaNextConfig:
+    beside = llava("default" if kind == "clip" else "full", kind, **text).to_dict()
+    side = TILES.tile * PATCH + (kind != "clip")
+    beside["vision_config"]["image_size"] = side
+    beside["image_grid_pinpoints"] = [[side * high, side * wide] for high, wide in TILES.tilings]
+    return LlavaNextConfig(**{k: v for k, v in beside.items() if k != "model_type"})
 
 
 def pixtral(config: Any, **text: Any) -> Any:
@@ -165,6 +179,8 @@ KINDS: dict[str, tuple[Any, Any]] = {
     "llava": (partial(llava, "default"), LlavaForConditionalGeneration),
     "llava_siglip": (partial(llava, "full", "siglip"), LlavaForConditionalGeneration),
     "llava_full": (partial(llava, "full"), LlavaForConditionalGeneration),
+    "llava_next": (llava_next, LlavaNextForConditionalGeneration),
+    "llava_next_siglip": (partial(llava_next, "siglip"), LlavaNextForConditionalGeneration),
     "llava_pixtral": (partial(pixtral, LlavaConfig), LlavaForConditionalGeneration),
     "mistral3": (partial(pixtral, Mistral3Config), Mistral3ForConditionalGeneration),
     "qwen2_5_vl": (qwen25, Qwen2_5_VLForConditionalGeneration),
@@ -190,19 +206,23 @@ class Picture:
     def __init__(
         self,
         name: str,
-        height: int,
-        width: int,
+        height: int = 0,
+        width: int = 0,
         side: int = 2,
         frames: int = 2,
         added: int = 0,
         has_breaks: bool = False,
     ) -> None:
-        generator = torch.Generator().manual_seed(int.from_bytes(name.encode()[:4], "little"))
         self.name, self.grid = name, (1, height, width)
         self.side, self.added, self.has_breaks = side, added, has_breaks
         self.frames = frames
-        columns = 3 * frames * PATCH**2
-        self.patches = torch.randn(height * width, columns, generator=generator)
+        self.columns = 3 * frames * PATCH**2
+        self.draw(height * width)
+
+    def draw(self, patches: int) -> None:
+        seed = int.from_bytes(self.name.encode()[:4], "little")
+        generator = torch.Generator().manual_seed(seed)
+        self.patches = torch.randn(patches, self.columns, generator=generator)
 
     @property
     def ids(self) -> list[int]:
@@ -217,6 +237,27 @@ class Picture:
         side, (high, wide) = self.side, self.grid[1:]
         cut = self.patches.view(high // side, wide // side, side, side, 3, PATCH, PATCH)
         return cut.permute(4, 0, 2, 5, 1, 3, 6).reshape(3, high * PATCH, wide * PATCH)
+
+
+class PaddedPicture(Picture):
+    """Tiles of `side` pixels, of a picture of so many pixels."""
+
+    def __init__(self, name: str, width: int, height: int, side: int) -> None:
+        super().__init__(name, side=1, frames=1)
+        self.size = height, width
+        tiled = msgspec.structs.replace(TILED, patch_size=PATCH, crop_size=side, form=TILES)
+        self.grid = tiled.grid(width, height)
+        self.draw(TILES.patches(self.grid))
+
+    @property
+    def ids(self) -> list[int]:
+        return [TOKEN] * TILES.tokens(self.grid)
+
+    @property
+    def pixels(self) -> torch.Tensor:
+        """Pixels of the tiles: `[tiles, 3, height, width]`."""
+        cut = self.patches.view(-1, TILES.tile, TILES.tile, 3, PATCH, PATCH)
+        return cut.permute(0, 3, 1, 4, 2, 5).flatten(2, 3).flatten(3)
 
 
 _GRIDS = {"a": (6, 10), "b": (8, 4), "c": (2, 2), "d": (4, 16), "e": (12, 6)}
@@ -249,7 +290,14 @@ PICTURES |= {
     for side, before in enumerate(ROWS.values(), 1)
     for name, (high, wide) in _GRIDS.items()
 }
-BEFORE = SQUARES | ROWS
+TILED_KINDS = {"llava_next": "tiles of ", "llava_next_siglip": "odd tiles of "}
+_SIZES = {"a": (31, 17), "b": (9, 30), "c": (7, 7), "d": (60, 12), "e": (20, 33)}
+PICTURES |= {
+    before + name: PaddedPicture(name + before, *size, side=TILES.tile * PATCH + more)
+    for more, before in enumerate(TILED_KINDS.values())
+    for name, size in _SIZES.items()
+}
+BEFORE = SQUARES | ROWS | TILED_KINDS
 
 
 def text(length: int, seed: int) -> list[int]:
@@ -273,6 +321,18 @@ def pictured(parts: Sequence[list[int] | str], **changes: Any) -> GenerateReques
     return make_request(ids, pictures=tuple(spans), **wishes)
 
 
+def padded_inputs(pictures: Sequence[Picture], side: int) -> dict[str, torch.Tensor]:
+    """What transformers reads of PaddedPictures. side: of a tile, in pixels."""
+    padded = [picture for picture in pictures if isinstance(picture, PaddedPicture)]
+    most, more = max(len(picture.pixels) for picture in padded), side - TILES.tile * PATCH
+    pixels = [
+        functional.pad(each.pixels, (0, more, 0, more, 0, 0, 0, most - len(each.pixels)))
+        for each in padded
+    ]
+    sizes = torch.tensor([picture.size for picture in padded])
+    return {"pixel_values": torch.stack(pixels), "image_sizes": sizes}
+
+
 @torch.inference_mode()
 def reference(
     model: PreTrainedModel | PeftModel,
@@ -289,13 +349,15 @@ def reference(
             kinds[0, span.start : span.start + span.length] = 1
         if model.config.model_type == "gemma3":
             inputs["token_type_ids"] = kinds
-        if of[0].has_breaks:
+        if isinstance(of[0], PaddedPicture):
+            inputs |= padded_inputs(of, model.config.vision_config.image_size)
+        elif of[0].has_breaks:
             sizes = [picture.pixels.shape[1:] for picture in of]
             most = torch.tensor(sizes).amax(0).tolist()
             inputs["image_sizes"] = torch.tensor(sizes)
             inputs["pixel_values"] = torch.stack(
                 [
-                    torch.nn.functional.pad(p.pixels, (0, most[1] - wide, 0, most[0] - high))
+                    functional.pad(p.pixels, (0, most[1] - wide, 0, most[0] - high))
                     for p, (high, wide) in zip(of, sizes, strict=True)
                 ]
             )
@@ -303,7 +365,7 @@ def reference(
             side = model.config.vision_config.image_size
             beside = (0, side - of[0].pixels.shape[2], 0, side - of[0].pixels.shape[1])
             pixels = torch.stack([picture.pixels for picture in of])
-            inputs["pixel_values"] = torch.nn.functional.pad(pixels, beside)
+            inputs["pixel_values"] = functional.pad(pixels, beside)
         else:
             inputs |= {
                 "pixel_values": torch.cat([picture.patches for picture in of]),

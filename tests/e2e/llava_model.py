@@ -4,7 +4,9 @@ answers of transformers about pictures."""
 import io
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,11 +15,17 @@ from PIL import Image, ImageOps
 from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
+    LlavaNextConfig,
+    LlavaNextForConditionalGeneration,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
     PreTrainedTokenizerFast,
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.llava_next.image_processing_pil_llava_next import (
+    LlavaNextImageProcessorPil,
+)
+from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
 from tests.e2e.picture_model import ADAPTERS, answer_of
@@ -45,6 +53,7 @@ _MISTRAL_TEMPLATE = (
 )
 ADAPTER = "two"
 _SIDE, _PATCH = 32, 8
+_SQUARE = {"height": _SIDE, "width": _SIDE}
 _PIXTRAL: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 24,
@@ -58,7 +67,8 @@ _CLIP = {**_PIXTRAL, "model_type": "clip_vision_model", "image_size": _SIDE}
 
 class Kind(NamedTuple):
     """A type of model. tokens: added ones; the second is the placeholder. expand: the text of a
-    picture, from what its processor gives and the picture's number."""
+    picture, from what its processor gives and the picture's number. around: the whole processor's
+    file. beside: of the model's configuration."""
 
     config: Callable[..., Any]
     model: Any
@@ -68,6 +78,13 @@ class Kind(NamedTuple):
     processor: Any
     expand: Callable[[dict[str, Any], int], str]
     around: dict[str, Any] = {}
+    beside: dict[str, Any] = {}
+
+
+_PADDED = [[_SIDE * high, _SIDE * wide] for high, wide in ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))]
+_TILES = LlavaNextImageProcessorPil(
+    size={"shortest_edge": _SIDE}, crop_size=_SQUARE, image_grid_pinpoints=_PADDED
+)
 
 
 def _rows(inputs: dict[str, Any], number: int) -> str:
@@ -76,7 +93,15 @@ def _rows(inputs: dict[str, Any], number: int) -> str:
     return "[IMG_BREAK]".join(rows) + "[IMG_END]"
 
 
-_SQUARE = {"height": _SIDE, "width": _SIDE}
+def _tiles(inputs: dict[str, Any], number: int) -> str:
+    of: Any = LlavaNextProcessor
+    own = SimpleNamespace(image_processor=_TILES, patch_size=_PATCH, num_additional_image_tokens=0)
+    own._get_unpadded_features = partial(of._get_unpadded_features, own)
+    sizes = inputs["image_sizes"][number].tolist()
+    tokens: int = of._get_number_of_features(own, *sizes, _SIDE, _SIDE)
+    return "<image>" * tokens
+
+
 KINDS = {
     "llava": Kind(
         LlavaConfig,
@@ -86,6 +111,16 @@ KINDS = {
         ("</s>", "<image>"),
         CLIPImageProcessorPil(size={"shortest_edge": _SIDE}, crop_size=_SQUARE),
         lambda inputs, number: "<image>" * (_SIDE // _PATCH) ** 2,
+    ),
+    "llava_next": Kind(
+        LlavaNextConfig,
+        LlavaNextForConditionalGeneration,
+        _CLIP,
+        _MISTRAL_TEMPLATE.replace("[IMG]", "<image>\n"),
+        ("</s>", "<image>", "[INST]", "[/INST]"),
+        _TILES,
+        _tiles,
+        beside={"image_grid_pinpoints": _PADDED},
     ),
     "mistral3": Kind(
         Mistral3Config,
@@ -107,7 +142,7 @@ def save_llava(folder: Path, kind: Kind) -> None:
     """Makes `base`, and the adapter in a folder of its name."""
 
     def config(**ignored: Any) -> Any:
-        name = "llama" if kind.config is LlavaConfig else "mistral"
+        name = "mistral" if kind.config is Mistral3Config else "llama"
         vocab = END + len(kind.tokens)
         text = {**SIZES, "model_type": name, "vocab_size": vocab, "eos_token_id": END}
         return kind.config(
@@ -115,6 +150,7 @@ def save_llava(folder: Path, kind: Kind) -> None:
             vision_config=kind.vision,
             image_token_index=IMAGE,
             tie_word_embeddings=False,
+            **kind.beside,
         )
 
     base = random_model(config, kind.model, 5)

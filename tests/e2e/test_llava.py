@@ -1,4 +1,4 @@
-"""Images by HTTP with LLaVA and Mistral 3: answers are as of transformers and PEFT, by tokens."""
+"""Images by HTTP with LLaVA's kin and Mistral 3: answers are as of transformers and PEFT."""
 
 from pathlib import Path
 

@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.llava_next.image_processing_pil_llava_next import (
+    LlavaNextImageProcessorPil,
+)
 from transformers.models.pixtral import image_processing_pil_pixtral as pil_pixtral
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from loraplex.server.model.card import model_card
 from loraplex.server.model.checkpoint.processor_files import TowerForm, read_vision_card
-from loraplex.server.protocol import ModelCard, PictureForm, VisionCard
+from loraplex.server.protocol import ModelCard, PictureForm, TiledForm, VisionCard
 from tests.e2e.picture_model import IMAGE, SIZE, save_all
 
 IDS = {"[IMG]": 10, "[IMG_BREAK]": 12, "[IMG_END]": 13}
@@ -56,6 +59,7 @@ def test_numbers_are_those_of_transformers(tmp_path: Path, given: dict[str, Any]
     assert (card.opens_id, card.token_id, card.closes_id) == (5, 248056, 248054)
 
 
+TILES = TiledForm(tile=24, tilings=((1, 2), (2, 1), (2, 2), (3, 1), (1, 3)))
 CLIP_TOWER = TowerForm(3 * 14 * 14, 7, PictureForm(tile=24), 336)
 CLIP_KIND = {"image_processor_type": "CLIPImageProcessor"}
 SIGLIP_KIND = {"image_processor_type": "SiglipImageProcessor"}
@@ -101,6 +105,36 @@ def test_pictures_of_one_size(tmp_path: Path, given: dict[str, Any], shortest: i
 def test_other_sizes_are_refused(tmp_path: Path, given: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         read_vision_card(written(tmp_path, CLIP_KIND | given), CLIP_TOWER, IDS.get)
+
+
+TILED_TOWER = TowerForm(3 * 14 * 14, 7, TILES, 336)
+PADDED = [[336 * high, 336 * wide] for high, wide in TILES.tilings]
+TILED_KIND = {"image_processor_type": "LlavaNextImageProcessor", "image_grid_pinpoints": PADDED}
+TILED_SIZES = {"size": {"shortest_edge": 336}, "crop_size": SQUARE}
+
+
+@pytest.mark.parametrize("given", [TILED_SIZES, {"size": SQUARE, "crop_size": 336}])
+def test_pictures_in_tiles(tmp_path: Path, given: dict[str, Any]) -> None:
+    card = read_vision_card(written(tmp_path, TILED_KIND | given), TILED_TOWER, IDS.get)
+    processor = LlavaNextImageProcessorPil.from_pretrained(tmp_path)
+    assert card.crop_size == processor.crop_size["height"]
+    assert (card.form, card.patch_size) == (TILES, 14)
+    assert list(card.mean) == list(processor.image_mean)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"image_grid_pinpoints": PADDED[:2]}, "image_grid_pinpoints must be .*336, 672"),
+        ({"crop_size": 224}, "crop_size must be 336"),
+        ({"size": {"shortest_edge": 224}}, "size must be 336"),
+        ({"image_processor_type": "CLIPImageProcessor"}, "does not suit the tower"),
+    ],
+)
+def test_other_tiles_are_refused(tmp_path: Path, given: dict[str, Any], words: str) -> None:
+    files = written(tmp_path, TILED_KIND | TILED_SIZES | given)
+    with pytest.raises(ValueError, match=words):
+        read_vision_card(files, TILED_TOWER, IDS.get)
 
 
 ROWS_TOWER = TowerForm(3 * 14 * 14, 10, PictureForm(side=2))

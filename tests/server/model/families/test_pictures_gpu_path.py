@@ -38,6 +38,7 @@ pytestmark = [
         ("fa2", "gemma3", 2),
         pytest.param("fa3", "qwen2_5_vl", 2, marks=pytest.mark.exhaustive),
         pytest.param("fa2", "llava", 2, marks=pytest.mark.exhaustive),
+        pytest.param("fa2", "llava_next", 2, marks=pytest.mark.exhaustive),
         pytest.param("fa2", "mistral3", 2, marks=pytest.mark.exhaustive),
         pytest.param("fa2", "qwen3_5", 3, marks=pytest.mark.exhaustive),
     ],

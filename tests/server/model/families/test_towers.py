@@ -65,6 +65,10 @@ def llava(vision: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any
     return {**LLAVA, "vision_config": {**LLAVA["vision_config"], **(vision or {})}, **changes}
 
 
+def llava_next(**changes: Any) -> dict[str, Any]:
+    return {**FAMILIES["llava_next"].config, **changes}
+
+
 def mistral3(vision: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
     vision = {**MISTRAL3["vision_config"], **(vision or {})}
     return {**MISTRAL3, "vision_config": vision, **changes}
@@ -99,6 +103,7 @@ def test_qwen25_of_seven_billion_parameters() -> None:
         ("qwen3_vl", 1536, 576.4e6),
         ("qwen3_vl_moe", 1536, 538.5e6),
         ("llava", 588, 311.9e6),
+        ("llava_next", 588, 311.9e6),
         ("mistral3", 588, 439.0e6),
         ("gemma3", 588, 421.3e6),
     ],
@@ -163,6 +168,9 @@ def qwen3(**vision: Any) -> dict[str, Any]:
         (gemma3(mm_tokens_per_image=None), "mm_tokens_per_image None"),
         (llava(vision_feature_layer=-25), "no layer of 24 is vision_feature_layer -25"),
         (llava(vision_feature_layer=25), "no layer of 24 is vision_feature_layer 25"),
+        (llava_next(image_grid_pinpoints=[[336, 500]]), "must be multiples of 336 pixels"),
+        (llava_next(image_grid_pinpoints=[336]), "must be multiples of 336 pixels"),
+        (llava_next(image_grid_pinpoints=[]), "must be multiples of 336 pixels"),
         (mistral3({"head_dim": 32}), "head_dim must be 64, got 32"),
         (mistral3({"num_attention_heads": 3}), "hidden_size must be a multiple of 4"),
         (mistral3({"patch_size": [14, 14]}), "patch_size must be a positive integer"),
@@ -185,6 +193,8 @@ def test_refused_by_name(config: dict[str, Any], words: str) -> None:
         llava({"model_type": "siglip_vision_model"}),  # whose every row is a patch
         llava({"model_type": "pixtral"}),  # whose every row is a patch
         llava({"model_type": "other"}),
+        llava_next(vision_feature_select_strategy="full"),  # a row is no patch
+        llava_next(vision_feature_layer=[-2, -5]),
         mistral3({"model_type": "other"}),
         mistral3(vision_feature_layer=[-1, -2]),
         mistral3(image_token_index=131072),
@@ -298,6 +308,17 @@ def test_older_names_of_llavas_encoder(tmp_path: Path) -> None:
     first, again = (load_tower(each, model, torch.float32, CPU) for each in (new, old))
     assert torch.equal(first.body.embed, again.body.embed)
     assert torch.equal(first.body.lm_head.dequantised(), again.body.lm_head.dequantised())
+
+
+def test_both_names_of_the_newline(tmp_path: Path) -> None:
+    new = save_model(make_pictured("llava_next", num_hidden_layers=1), tmp_path / "new")
+    model = read_config(new)
+    (tmp_path / "old").mkdir()
+    old = changed(new, tmp_path / "old", {"model.image_newline": "image_newline"})
+    first, again = (load_tower(each, model, torch.float32, CPU) for each in (new, old))
+    assert first.newline is not None
+    assert again.newline is not None
+    assert torch.equal(first.newline, again.newline)
 
 
 def test_both_spellings_of_names(folder: Path, tmp_path: Path) -> None:

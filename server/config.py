@@ -187,6 +187,12 @@ class WorkerConfig:
         "on a GPU also capture steps that have adapters with DoRA or biases: these are"
         " faster, the start takes longer",
     )
+    batch_invariant: bool = option(
+        False,
+        "no bit of an answer's log-probabilities depends on the requests beside it, on how its"
+        " prompt was cut, on reused prefixes or on preemption; slower, and refused for what has"
+        " no such kernels",
+    )
     model_names: tuple[str, ...] = option(
         (), "further name of the base model, for clients and adapters"
     )
@@ -278,6 +284,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     kv_contexts: int = 0
     shards: int = 1
     dora_graphs: bool = False
+    batch_invariant: bool = False
     batch_step_share: float = 0.125
     step_target_ms: float = 60.0
     prompt_share: float = 0.5

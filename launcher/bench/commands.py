@@ -262,6 +262,9 @@ def add_grid(parser: Parser, batches: tuple[int, ...], prompt_tokens: int) -> No
     parser.add_argument("--dora", action="store_true", help="adapters are DoRA's")
     parser.add_argument("--own-heads", type=whole(0), default=0, help="adapters that have one [0]")
     parser.add_argument("--tp", type=whole(1), default=1, help="devices that share the model [1]")
+    parser.add_argument(
+        "--batch-invariant", action="store_true", help="as of `loraplex serve`: what it costs"
+    )
     parser.add_argument("--prompt-tokens", type=whole(1), default=prompt_tokens)
     parser.add_argument(
         "--sampling",
@@ -321,6 +324,7 @@ def grid_of(arguments: argparse.Namespace) -> "Grid":
         drafts=getattr(arguments, "draft", (0,)),
         form=MadeForm(arguments.adapt_experts, arguments.dora, arguments.own_heads),
         kv_dtype=arguments.kv_dtype,
+        batch_invariant=arguments.batch_invariant,
         shards=arguments.tp,
     )
     if min(grid.constrained) > max(grid.batches):

@@ -32,8 +32,10 @@ from loraplex.server.model.graphs.start_phases import StartPhases
 from loraplex.server.model.lora.adapter_copies import AdapterCopies
 from loraplex.server.model.lora.lora import Reach
 from loraplex.server.model.lora.output_vectors import OutputVectors
-from loraplex.server.model.ops.memory import state_bytes
+from loraplex.server.model.one_by_one import OneByOne
+from loraplex.server.model.ops.memory import LOGITS_ROWS, state_bytes
 from loraplex.server.model.ops.ops import StepLayout
+from loraplex.server.model.ops.ops_torch import TorchOps
 from loraplex.server.model.ops.sizes import padded, padded_size
 from loraplex.server.model.ops.transfers import to_device, to_host
 from loraplex.server.model.sampling.masks import MaskMemory
@@ -116,7 +118,12 @@ class TorchExecutor:
         self._graphs, self._token_graphs = built.graphs, built.token_graphs
         self._row_sizes = built.row_sizes
         self._parameters = parts.parameters
-        self._sampler = Sampler(self._rows, self._parameters, built.draws)
+        self._is_invariant = config.batch_invariant
+        self._one_by_one: OneByOne | None = None
+        if self._is_invariant and isinstance(built.decoder.ops, TorchOps):
+            self._one_by_one = OneByOne(built.decoder)
+        rows_at_once = 1 if self._is_invariant else LOGITS_ROWS
+        self._sampler = Sampler(self._rows, self._parameters, built.draws, rows_at_once)
         heads = ScoreHeads(built.decoder, self._table)
         self._pooler = Pooler(heads.scores, heads.vectors, self.device)
         self._masks = MaskMemory(self.limits.most_decodes, self.device)
@@ -309,6 +316,8 @@ class TorchExecutor:
         pooled = pooled_slices(step, self._rows.prompt_len)
         wanted = _wanted(step, scored, pooled)
         layout = self._of_pairs(step)
+        if self._is_invariant:
+            layout = layout.as_prompts()
         forward = (
             self._token_graphs.forward if captured else partial(self._forward, meanwhile, step)
         )
@@ -323,8 +332,10 @@ class TorchExecutor:
 
         def logits_of(tokens: np.ndarray) -> torch.Tensor:
             rows, slots = hidden_of(tokens), step.token_slots[padded(tokens, sizes)]
-            lora = ops.lora(slots) if self._table.changes_model(slots) else None
             width = self.limits.most_ids if self._table.is_wide(slots).any() else None
+            if self._one_by_one is not None:
+                return self._one_by_one.logits(rows, slots, width)
+            lora = ops.lora(slots) if self._table.changes_model(slots) else None
             return self._decoder.logits(rows, lora, width=width)[: len(tokens)]
 
         prompts = tuple(self._sampler.score(piece, logits_of) for piece in scored)
@@ -372,6 +383,9 @@ class TorchExecutor:
         wanted: np.ndarray,
     ) -> torch.Tensor:
         """Compute the hidden states of any step, as `TokenGraphs.forward` does of some."""
+        if self._one_by_one is not None:
+            of_step = (token_ids, layout, token_slots, wanted)
+            return self._one_by_one.forward(*of_step, meanwhile)
         ops = self._decoder.ops
         of_wanted = Wanted(to_device(wanted, self.device), ops.lora(token_slots[wanted]))
         plan, lora = ops.plan(layout), ops.lora(token_slots)

@@ -21,6 +21,7 @@ from loraplex.server.model.devices.group import Group
 from loraplex.server.model.devices.sharding import sharded
 from loraplex.server.model.graphs.parts import Parts
 from loraplex.server.model.graphs.start_phases import StartPhases
+from loraplex.server.model.invariance import require_invariance
 from loraplex.server.model.lora.arena_weights import DTYPES
 from loraplex.server.model.lora.lora import AdapterTable
 from loraplex.server.model.lora.sites import Sites, TowerSites
@@ -73,6 +74,7 @@ def build_parts(
     if whole.pictures is not None and load is None and not has_tower(read_shards(folder)):
         log.info("the checkpoint has no part for images: the text part alone is served")
         whole = msgspec.structs.replace(whole, pictures=None)
+    require_invariance(whole, config)
     if load is None:
         load = partial(_load, folder, whole, phases, at_load=config.quantize, shard=group.shard)
     parts = _build_parts(config, whole, group, load, device, phases)
@@ -177,6 +179,7 @@ def _build_parts(
         memory,
         config.dora_graphs,
         _make_pictures(model, weights, limits, table),
+        config.batch_invariant,
     )
 
 

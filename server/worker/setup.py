@@ -170,14 +170,7 @@ def _prepare(config: WorkerConfig, device: ChosenDevice, model: ModelFolder) -> 
         log.warning("%s", remark)
     if quantised is not None:
         card = msgspec.structs.replace(card, weights=quantised.text)
-    if config.quantize is not None:
-        card = _apart(card, config.quantize)
-    if config.activations != "auto":
-        card = _apart(card, f"activations in {config.activations}")
-    if config.kv_dtype != "auto":
-        card = _apart(card, f"keys and values in {config.kv_dtype}")
-    if config.executor != "torch":  # what it invents never goes beside what is computed
-        card = _apart(card, config.executor.partition(":")[0])
+    card = _apart_by_options(card, config)
     engine = msgspec.structs.replace(engine, base_digest=card.base_digest)
     try:
         memory = HostMemory(memory_bytes(engine.host_arena_bytes, card.vision))
@@ -197,6 +190,21 @@ def _prepare(config: WorkerConfig, device: ChosenDevice, model: ModelFolder) -> 
     return Prepared(
         worker, supervisor, worker_id, names[0], engine, memory, merger, syncing, uploads
     )
+
+
+def _apart_by_options(card: ModelCard, config: WorkerConfig) -> ModelCard:
+    """Return the card as that of another model for each option that makes other answers."""
+    if config.quantize is not None:
+        card = _apart(card, config.quantize)
+    if config.activations != "auto":
+        card = _apart(card, f"activations in {config.activations}")
+    if config.kv_dtype != "auto":
+        card = _apart(card, f"keys and values in {config.kv_dtype}")
+    if config.batch_invariant:
+        card = _apart(card, "the same bits in any batch")
+    if config.executor != "torch":  # what it invents never goes beside what is computed
+        card = _apart(card, config.executor.partition(":")[0])
+    return card
 
 
 def _apart(card: ModelCard, kind: str) -> ModelCard:
@@ -256,6 +264,7 @@ def engine_config(
         kv_folder=str(config.cache_dir.expanduser() / "kv"),
         adapter_slots=config.adapter_slots,
         dora_graphs=config.dora_graphs,
+        batch_invariant=config.batch_invariant,
         gpu_memory_utilization=config.gpu_memory_utilization,
         quantize=config.quantize,
         activations=config.activations,

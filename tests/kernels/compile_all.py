@@ -40,6 +40,7 @@ from loraplex.server.kernels.attention.scores import ScoreRule
 from loraplex.server.kernels.attention.whole_attention import whole_attention
 from loraplex.server.kernels.launch.compile_ahead import compiled_together
 from loraplex.server.kernels.launch.configs import (
+    INVARIANT,
     KernelConfigs,
     Phase,
     SkinnyLoraConfig,
@@ -47,6 +48,7 @@ from loraplex.server.kernels.launch.configs import (
 )
 from loraplex.server.kernels.linear import matrix as matrix_module
 from loraplex.server.kernels.linear.dequantise import dequantise
+from loraplex.server.kernels.linear.fixed import fixed_product, stages_of
 from loraplex.server.kernels.linear.packed_product import packed_product
 from loraplex.server.kernels.linear.round_rows import quantise_rows
 from loraplex.server.kernels.linear.rounded_product import rounded_product
@@ -326,12 +328,13 @@ def rounded_pages(early: bool, whole: bool) -> None:
 def prompts(capability: int) -> None:
     """Of padded head sizes, with and without a window, a soft cap and sinks."""
     table, tiles = torch.zeros(4, 4, dtype=torch.int64), torch.zeros(4, 4, dtype=torch.int32)
-    for head_dim in (64, 96, 256, 512):
+    shapes = [(head_dim, False) for head_dim in (64, 96, 256, 512)]
+    for head_dim, of_decodes in [*shapes, (128, True), (256, True), (512, True)]:
         q, pages = (
             torch.zeros(8, 8, head_dim, dtype=DTYPE),
             torch.zeros(4, 16, 2, head_dim).to(DTYPE),
         )
-        shape = tile_shape(4, head_dim, divmod(capability, 10))
+        shape = tile_shape(4, head_dim, divmod(capability, 10), of_decodes=of_decodes)
         for scores in (FULL, PLAIN, SLOPED, FULL_SLOPED):
             context = (table, tiles, shape, scores.rule, scores.sinks, q.clone())
             prompt_attention(q, CachePages(pages, pages), *context)
@@ -465,6 +468,23 @@ def states() -> None:
         gated_norm(x, mixed, column[:128], norm, found)
 
 
+def in_any_batch(configs: KernelConfigs, capability: tuple[int, int]) -> None:
+    """Kernels of `--batch-invariant`, whose launch parameters are the same for any batch."""
+    for n in (4096, 1000):
+        x, weight = torch.zeros(70, 4096, dtype=DTYPE), torch.zeros(n, 4096, dtype=DTYPE)
+        bias = torch.zeros(n, dtype=DTYPE) if n == 1000 else None
+        fixed_product(x, weight, bias, torch.zeros(70, n, dtype=DTYPE), stages_of(capability))
+    table, segments = LoraTable(2, 8, CPU), allocate_segments(70, 8, 8, CPU)
+    workspace = allocate_workspace(70, DTYPE, CPU, 1)
+    y = torch.zeros(70, sum(WIDTHS), dtype=DTYPE)
+    route(torch.zeros(70, dtype=torch.int32), segments, table)
+    of_site, ids = (table, 0, segments, workspace), torch.zeros(70, dtype=torch.int32)
+    for early in (False, True):
+        shrink(x, *of_site, configs.shrink("decode", 70), after_input=early)
+        expand(y, WIDTHS, *of_site, configs.expand("decode", 70), after_gemm=early)
+    gather_embedding(ids, *of_site)
+
+
 def main() -> None:
     capability = int(sys.argv[1])
     compiled = compile_for(capability)
@@ -480,6 +500,8 @@ def main() -> None:
         states()
         step()
         products(configs)
+        of_any = read_configs(INVARIANT, 132, programmatic_launch=capability >= 90)
+        in_any_batch(of_any, divmod(capability, 10))
         quantised(configs)
         rounded_pages(configs.programmatic_launch, whole=False)
         rounded_pages(configs.programmatic_launch, whole=True)

@@ -1,10 +1,12 @@
 """Triton's interpreter, faster, or done without."""
 
+import contextlib
 import functools
 import math
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -239,3 +241,19 @@ def run_uninterpreted(module: str, *arguments: str) -> str:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
+
+
+@contextlib.contextmanager
+def exact_products() -> Iterator[None]:
+    """Round products from float64 for a while. numpy's sums in float32 depend on a row's place in
+    its tile; a GPU's do not."""
+
+    def create_dot(_: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
+        product = np.matmul(a.data, b.data, dtype=np.float64).astype(d.data.dtype)
+        return _module.TensorHandle(product + d.data, d.dtype.scalar)
+
+    kept, _module.InterpreterBuilder.create_dot = _module.InterpreterBuilder.create_dot, create_dot
+    try:
+        yield
+    finally:
+        _module.InterpreterBuilder.create_dot = kept

@@ -98,6 +98,7 @@ class Grid:
     form: MadeForm = PLAIN
     kv_dtype: KvDtype = "auto"
     shards: int = 1
+    batch_invariant: bool = False
 
     @property
     def step_sizes(self) -> tuple[int, ...]:
@@ -181,6 +182,7 @@ def engine_for(grid: Grid) -> OfflineEngine:
         step_tokens=grid.step_tokens,
         form=grid.form,
         kv_dtype=grid.kv_dtype,
+        batch_invariant=grid.batch_invariant,
         shards=grid.shards,
         has_drafts=any(grid.drafts),
     )

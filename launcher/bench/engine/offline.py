@@ -175,6 +175,7 @@ class EngineSizes:
     kv_dtype: KvDtype = "auto"
     shards: int = 1
     has_drafts: bool = False
+    batch_invariant: bool = False
 
     def config(
         self, folder: Path, device: Literal["cpu", "cuda"], dtype: SlabDtype
@@ -211,6 +212,7 @@ class EngineSizes:
             max_waiting=self.max_waiting,
             max_step_tokens=self.step_tokens,
             kv_dtype=self.kv_dtype,
+            batch_invariant=self.batch_invariant,
             adapter_slots=max(ADAPTER_SLOTS, self.adapters) if self.adapters else 0,
             shards=self.shards,
             dora_graphs=self.form.dora,

@@ -32,6 +32,7 @@ from loraplex.server.kernels.attention.scores import (
 
 TILE_COLUMNS = 4
 _WIDEST_HEAD = 512
+_FEW_QUERIES = 64  # the fewest that the tensor cores of a Hopper GPU multiply at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +65,21 @@ _SMALL = {
 }
 
 
-def tile_shape(group: int, head_dim: int, capability: tuple[int, int]) -> TileShape:
+def tile_shape(
+    group: int, head_dim: int, capability: tuple[int, int], *, of_decodes: bool = False
+) -> TileShape:
     """Choose the tile shape for a head size and a device. group: query heads of a kv head.
-    capability: of the device. Raises ValueError for a head size above 512.
+    capability: of the device. of_decodes: most tiles have one token. Raises ValueError for a head
+    size above 512.
     """
     if head_dim > _WIDEST_HEAD:
         raise ValueError(f"head sizes are at most {_WIDEST_HEAD}, not {head_dim}")
     table = _LARGE if (9, 0) <= capability < (12, 0) else _SMALL
-    most, *others = table[max(64, triton.next_power_of_2(head_dim))]
+    most, block_n, num_warps, stages = table[max(64, triton.next_power_of_2(head_dim))]
+    if of_decodes and most > _FEW_QUERIES:
+        most, num_warps = _FEW_QUERIES, num_warps * _FEW_QUERIES // most
     block_m = max(most, triton.next_power_of_2(group))
-    return TileShape(block_m // group, block_m, *others)
+    return TileShape(block_m // group, block_m, block_n, num_warps, stages)
 
 
 def cut_prompts(
@@ -221,7 +227,7 @@ def _prompt_attention_kernel(
             end = tl.max(lasts) + 1
         keys = _Keys(
             pages_ptr, k_ptr + kv_head * HEAD_DIM, v_ptr + kv_head * HEAD_DIM, stride, scales,
-            slopes, lasts, end,
+            slopes, lasts, tl.maximum(start + 1 - window, 0) if WINDOWED else start * 0, end,
         )  # fmt: skip
         top, total, acc = _attend_tile(
             q, (top, total, tl.zeros((BLOCK_M, BLOCK_D), tl.float32)), start + token, start,
@@ -238,7 +244,7 @@ def _prompt_attention_kernel(
 class _Keys(NamedTuple):
     """Keys and values of one kv head: the sequence's pages, addresses, the stride from page to
     page, as much of `CachePages.token_scales`, slopes of the queries, the last position that each
-    sees, and the position of the end.
+    sees, the position of the first key that the tile's tokens see, and of the end.
     """
 
     pages_ptr: Any
@@ -248,6 +254,7 @@ class _Keys(NamedTuple):
     scales: Any
     slopes: Any
     lasts: Any
+    begin: Any
     end: Any
 
 
@@ -277,12 +284,13 @@ def _attend_tile(
     """Attend with a tile's tokens, from start on.
 
     First come keys that left the windows of some tokens, then keys that all tokens see, then keys
-    behind some tokens. rule: as of `ScoreRule.arguments`. Returns what `_attend` does.
+    behind some tokens. Steps begin at multiples of their size, so a token's sums do not depend on
+    the others of its tile. rule: as of `ScoreRule.arguments`. Returns what `_attend` does.
     """
     STEP: tl.constexpr = form.step
     begin, end = start * 0, keys.end
     if form.windowed:
-        begin = tl.maximum(start + 1 - rule[2], 0)
+        begin = keys.begin // STEP * STEP
         left = tl.maximum(end - rule[2] - begin, 0)
         seen_by_all = begin + tl.cdiv(left, STEP) * STEP
         stop = tl.minimum(seen_by_all, end)
@@ -315,8 +323,10 @@ def _attend(
     d = tl.arange(0, BLOCK_D)[None, :]
     top, total, acc = so_far
     for first in tl.range(begin, stop, STEP):
-        # Behind the end lies what nobody sees: the last key is read in its place.
+        # What nobody sees may be gone: a key that somebody sees is read in its place.
         token = tl.minimum(first + n, keys.end - 1)
+        if form.windowed:
+            token = tl.maximum(token, keys.begin)
         page = tl.load(keys.pages_ptr + token // form.page_size)
         offset = token % form.page_size
         at = place_in_pages(page, offset, keys.stride, form.token)[:, None] + d

@@ -5,7 +5,8 @@ Its lists are `tile_rows`, `shrink`, `expand`, `fused`, `fused_shrink`, `rope`, 
 `mixed`: hundreds of prompts' tokens, beside decodes; `prefill`: thousands) and applies where the
 batch has at most `max_rows` rows, or any number where that is left out. The first entry that
 applies wins; of `skinny`, `packed` and `rounded` all that have that one's bound are tried.
-`default.json` serves every other architecture.
+`default.json` serves every other architecture. `invariant.json` has one way for any number of
+rows, on every architecture: how a row's sums are divided depends on nothing else of the batch.
 """
 
 import json
@@ -17,7 +18,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 Phase = Literal["decode", "mixed", "prefill"]
-DEFAULT_ARCH = "default"
+DEFAULT_ARCH, INVARIANT = "default", "invariant"
 _FOLDER = Path(__file__).parent / "configs"
 _CPU_PROCESSORS = 2
 
@@ -247,14 +248,16 @@ class KernelConfigs:
         return {self.max_split(phase, bound): bound for bound in sorted(bounds)}
 
 
-def load_configs(device: torch.device | str) -> KernelConfigs:
-    """The tuned file of the device's architecture, else `default.json`."""
+def load_configs(device: torch.device | str, *, batch_invariant: bool = False) -> KernelConfigs:
+    """The tuned file of the device's architecture, else `default.json`; or `invariant.json`."""
     device = torch.device(device)
     if device.type != "cuda":
-        return read_configs(DEFAULT_ARCH, _CPU_PROCESSORS, programmatic_launch=False)
+        name = INVARIANT if batch_invariant else DEFAULT_ARCH
+        return read_configs(name, _CPU_PROCESSORS, programmatic_launch=False)
     properties = torch.cuda.get_device_properties(device)
     arch, processors = f"sm{properties.major}{properties.minor}", properties.multi_processor_count
-    return read_configs(arch, processors, programmatic_launch=properties.major >= 9)
+    name = INVARIANT if batch_invariant else arch
+    return read_configs(name, processors, programmatic_launch=properties.major >= 9)
 
 
 def read_configs(arch: str, processors: int, *, programmatic_launch: bool) -> KernelConfigs:

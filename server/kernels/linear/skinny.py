@@ -70,7 +70,18 @@ def check_product(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
 ) -> None:
     """Check the operands of `skinny_product`. Raises ValueError."""
-    check_rows(x, weight.shape, bias, out, MAX_ROWS)
+    check_operands(x, weight, bias, out, MAX_ROWS)
+
+
+def check_operands(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    most_rows: int,
+) -> None:
+    """Check the operands of a product with a plain matrix. Raises ValueError."""
+    check_rows(x, weight.shape, bias, out, most_rows)
     if not weight.is_contiguous():
         raise ValueError("weight must be contiguous")
     if x.dtype != weight.dtype:

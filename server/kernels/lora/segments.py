@@ -68,11 +68,11 @@ def allocate_segments(
     shared: bool = False,
 ) -> Segments:
     """Buffers for batches of exactly `rows` rows, of at most MAX_FUSED_ROWS where tiles are shared
-    out; tile_rows is a power of two of at least 16. Raises ValueError."""
+    out; tile_rows is a power of two of at least 8. Raises ValueError."""
     if rows < 0 or num_slots < 1:
         raise ValueError(f"expected rows >= 0 and num_slots >= 1, got {rows} and {num_slots}")
-    if tile_rows < 16 or tile_rows & (tile_rows - 1):
-        raise ValueError(f"tile_rows must be a power of two of at least 16, got {tile_rows}")
+    if tile_rows < 8 or tile_rows & (tile_rows - 1):
+        raise ValueError(f"tile_rows must be a power of two of at least 8, got {tile_rows}")
     if shared and rows > MAX_FUSED_ROWS:
         raise ValueError(f"tiles of {rows} rows, more than {MAX_FUSED_ROWS}, are not shared out")
     max_parts = MAX_PARTS if shared else 1

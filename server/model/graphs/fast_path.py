@@ -22,6 +22,7 @@ from loraplex.server.model.linear.rounded import row_form
 from loraplex.server.model.lora.lora import Reach
 from loraplex.server.model.ops.attention.attention_cuda import PagedAttention, prompt_backend
 from loraplex.server.model.ops.attention.prompt_attention import (
+    ONE_KERNEL,
     PromptAttention,
     prompt_kernels,
     prompts_in_graphs,
@@ -71,6 +72,8 @@ def build_fast(parts: Parts, graph_batches: Sequence[int] | None, phases: StartP
     _tell_of_late_kernels()
     most = start.sizes[-1]
     told = f"{start.prompt_kernels} for prompts, decode graphs for up to {most} sequences"
+    if parts.batch_invariant:
+        told = "one kernel of each kind for any batch (--batch-invariant)"
     return Built(decoder, start.draws, graphs, token_graphs, start.row_sizes, told)
 
 
@@ -97,6 +100,7 @@ class _Start:
         # What states launch for prompts depends on these.
         prompt_sizes = () if parts.states else _prompt_sizes(limits, parts.weights.layers)
         backend = prompt_backend(torch.cuda.get_device_capability(rows.device))
+        backend = ONE_KERNEL if parts.batch_invariant else backend
         inside = prompts_in_graphs(parts.model, backend, rounded_cache=parts.cache.is_rounded)
         captured = prompt_sizes if inside else ()
         most = max(limits.most_decodes + MOST_PADDING, sizes[-1])
@@ -106,7 +110,8 @@ class _Start:
         forms = (summed_sites(parts), row_form(parts.weights.linears))
         context = (parts.model, parts.cache, parts.table, attention, reach)
         ops = CudaOps(*context, *forms, states=parts.states)
-        draws = CudaDraws(rows, parts.parameters, limits.most_decodes)
+        at_once = 1 if parts.batch_invariant else LOGITS_ROWS
+        draws = CudaDraws(rows, parts.parameters, limits.most_decodes, at_once)
         outside = row_sizes(limits.most_decodes, limits.max_step_tokens)
         return cls(parts, sizes, prompt_sizes, outside, backend, ops, draws)
 
@@ -114,7 +119,8 @@ class _Start:
     def prompt_kernels(self) -> str:
         """Name the kernels that compute prompts, for a person."""
         parts = self.parts
-        names = sorted(set(prompt_kernels(parts.model, rounded_cache=parts.cache.is_rounded)))
+        forms = {"rounded_cache": parts.cache.is_rounded}
+        names = sorted(set(prompt_kernels(parts.model, backend=self.backend, **forms)))
         return " and ".join(names).replace("FlashInfer", f"FlashInfer ({self.backend})")
 
     @property
@@ -163,7 +169,8 @@ class _Start:
         """
         graphs, token_graphs = self._graphs(decoder)
         for reach in self.families:
-            graphs.rehearse(reach)
+            if graphs is not None:
+                graphs.rehearse(reach)
             if token_graphs is not None:
                 token_graphs.rehearse(reach, self._example)
 
@@ -182,11 +189,12 @@ class _Start:
 
     def capture(
         self, decoder: CudaDecoder, phases: StartPhases
-    ) -> tuple[DecodeGraphs, TokenGraphs | None]:
+    ) -> tuple[DecodeGraphs | None, TokenGraphs | None]:
         graphs, token_graphs = self._graphs(decoder)
         for number, reach in enumerate(self.families):
             phases.count(number, len(self.families), "sets")
-            graphs.capture(reach)
+            if graphs is not None:
+                graphs.capture(reach)
             if token_graphs is not None:
                 token_graphs.capture(reach, self._example)
         torch.cuda.synchronize()
@@ -199,9 +207,12 @@ class _Start:
         # Of steps with prompts no graph has the head.
         yield self.sizes, [[weights.lm_head]]
 
-    def _graphs(self, decoder: CudaDecoder) -> tuple[DecodeGraphs, TokenGraphs | None]:
-        """Make the graphs' objects, not captured yet."""
-        graphs = DecodeGraphs(decoder, self.ops, self.parts.rows, self.sizes)
+    def _graphs(self, decoder: CudaDecoder) -> tuple[DecodeGraphs | None, TokenGraphs | None]:
+        """Make the graphs' objects, not captured yet. With --batch-invariant decodes are computed
+        as prompts."""
+        graphs = None
+        if not self.parts.batch_invariant:
+            graphs = DecodeGraphs(decoder, self.ops, self.parts.rows, self.sizes)
         return graphs, self._token_graphs(decoder) if self.prompt_sizes else None
 
     def _token_graphs(self, decoder: CudaDecoder) -> TokenGraphs:
@@ -209,6 +220,8 @@ class _Start:
         if prompts_in_graphs(parts.model, self.backend, rounded_cache=parts.cache.is_rounded):
             page_table, most = parts.rows.page_table, self.prompt_sizes[-1]
             room = PromptRoom(most, MAX_PROMPTS * page_table.shape[-1])
+            if parts.batch_invariant:
+                room = replace(room, prompts=parts.limits.max_rows)
             prompts = PromptAttention(parts.model, parts.cache, self.backend, room)
             most_decodes = min(most, parts.limits.most_decodes)
             inside = GraphAttention(self.ops, prompts, page_table, most, most_decodes)

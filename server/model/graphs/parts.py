@@ -22,8 +22,8 @@ from loraplex.server.model.weights import ModelWeights
 class Parts:
     """Parts of a set of ops, all on one device. model: the device's part of the whole.
 
-    The device shares the whole with its group. memory: what fills the device. dora_graphs:
-    see WorkerConfig. pictures: None = the model reads none.
+    The device shares the whole with its group. memory: what fills the device. dora_graphs,
+    batch_invariant: see WorkerConfig. pictures: None = the model reads none.
     """
 
     whole: ModelSpec
@@ -39,6 +39,7 @@ class Parts:
     memory: tuple[MemoryLine, ...]
     dora_graphs: bool
     pictures: PictureStore | None = None
+    batch_invariant: bool = False
 
     def decoder(self, ops: Any, weights: ModelWeights | None = None) -> Decoder[Any, Any, Any]:
         """Make a decoder, for a group of devices where there is one. ops: of the device alone.

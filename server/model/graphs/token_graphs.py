@@ -186,7 +186,8 @@ class TokenGraphs:
         if plan.num_tokens > self.sizes[-1]:
             return False
         prompts = sum(not piece.is_single for piece in plan.slices)
-        if self._attention is not None and prompts > MAX_PROMPTS:
+        is_bounded = self._attention is not None and not self._ops.is_batch_invariant
+        if is_bounded and prompts > MAX_PROMPTS:
             return False
         slots = np.array([piece.adapter_slot for piece in plan.slices])
         return (self.sizes[0], self._ops.table.reach(slots)) in self._captured

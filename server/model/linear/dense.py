@@ -21,7 +21,16 @@ class Library:
     spare: int = 0
 
 
-Way = Library | SkinnyConfig
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """The kernel whose sums do not depend on the number of rows. num_stages: as of
+    `fixed_product`.
+    """
+
+    num_stages: int
+
+
+Way = Library | SkinnyConfig | Fixed
 DEFAULT = Library("cublas")
 LIBRARIES = (DEFAULT, *(Library("cublaslt", spare) for spare in (0, 8, 16, 32)))
 
@@ -81,6 +90,12 @@ class DenseLinear:
 
             out = x.new_empty(len(x), self.out_features) if out is None else out
             skinny_product(x, self.weight, self.bias, out, way)
+            return out
+        if isinstance(way, Fixed):
+            from loraplex.server.kernels.linear.fixed import fixed_product
+
+            out = x.new_empty(len(x), self.out_features) if out is None else out
+            fixed_product(x, self.weight, self.bias, out, way.num_stages)
             return out
         if way == DEFAULT:
             return self._of_library(x, out)

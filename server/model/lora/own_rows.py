@@ -146,12 +146,21 @@ def norm_own(
 
 
 def own_logits(
-    segments: tuple[OwnSegment, ...], site: int, x: torch.Tensor, y: torch.Tensor
+    segments: tuple[OwnSegment, ...],
+    site: int,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    *,
+    one_by_one: bool = False,
 ) -> None:
+    """Write adapters' own logits over those of the base. one_by_one: a token's product is the same,
+    however many tokens have the adapter."""
     for segment in segments:
-        rows, part = segment.by_site.get(site), slice(segment.begin, segment.end)
+        rows, begin, end = segment.by_site.get(site), segment.begin, segment.end
         if rows is not None:
-            rows.logits(x[part], y[part])
+            for first in range(begin, end, 1 if one_by_one else end - begin):
+                part = slice(first, first + 1 if one_by_one else end)
+                rows.logits(x[part], y[part])
 
 
 def forbid_others(segments: tuple[OwnSegment, ...], site: int, y: torch.Tensor) -> None:

@@ -4,7 +4,7 @@ One decoder, several sets of ops: plain torch (ops_torch.py), and kernels for a 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -203,6 +203,10 @@ class StepLayout:
     replays: np.ndarray | None = None
     turns: torch.Tensor | None = None
     lasts: np.ndarray | None = None
+
+    def as_prompts(self) -> "StepLayout":
+        """The same slices, of which none is computed as a decode."""
+        return replace(self, num_decodes=0)
 
     @property
     def prompts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

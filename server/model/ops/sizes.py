@@ -20,11 +20,12 @@ MAX_PROMPTS = 64
 
 @dataclass(frozen=True, slots=True)
 class PromptRoom:
-    """The most that the prompts, up to MAX_PROMPTS, of a captured step have: tokens, and pages of
-    their contexts together."""
+    """The most that the prompts of a captured step have: tokens, and pages of their contexts
+    together; and how many prompts there are at most."""
 
     tokens: int
     pages: int
+    prompts: int = MAX_PROMPTS
 
 
 def graph_sizes(max_rows: int) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ import torch
 
 from loraplex.server.kernels.sampling.draw import DrawRows, draw_append
 from loraplex.server.kernels.sampling.greedy import DrawMasks, GreedyScratch
+from loraplex.server.model.ops.memory import LOGITS_ROWS
 from loraplex.server.model.ops.transfers import to_device
 from loraplex.server.model.sampling.draws_torch import TorchDraws, in_pieces
 from loraplex.server.model.sampling.masks import RowMasks
@@ -19,11 +20,14 @@ from loraplex.server.model.steps.rows import Rows
 class CudaDraws:
     """Draw tokens on a GPU; implements `loraplex.server.model.sampling.sampler.Draws`."""
 
-    def __init__(self, rows: Rows, parameters: RowSampling, most: int) -> None:
-        """Allocate scratch for the draws of a step. most: draws of a step."""
+    def __init__(
+        self, rows: Rows, parameters: RowSampling, most: int, at_once: int = LOGITS_ROWS
+    ) -> None:
+        """Allocate scratch for the draws of a step. most: draws of a step. at_once: as of
+        TorchDraws."""
         self._rows, self._parameters = rows, parameters
         self._scratch = GreedyScratch(most, rows.device)
-        self._others = TorchDraws(rows, parameters)
+        self._others = TorchDraws(rows, parameters, at_once)
 
     def warm(self, num_ids: int, dtype: torch.dtype) -> None:
         """Compiles for the logits of a step, and for those of rows with a history; without masks

@@ -12,20 +12,24 @@ from loraplex.server.model.sampling.to_draw import ToDraw
 from loraplex.server.model.steps.rows import Rows
 
 
-def in_pieces(draw: Callable[[ToDraw], torch.Tensor], rows: ToDraw) -> torch.Tensor:
-    """Call `draw` for at most LOGITS_ROWS rows at once, and join the results."""
-    pieces = [slice(i, i + LOGITS_ROWS) for i in range(0, len(rows), LOGITS_ROWS)]
+def in_pieces(
+    draw: Callable[[ToDraw], torch.Tensor], rows: ToDraw, at_once: int = LOGITS_ROWS
+) -> torch.Tensor:
+    """Call `draw` for at most so many rows at once, and join the results."""
+    pieces = [slice(i, i + at_once) for i in range(0, len(rows), at_once)]
     return torch.cat([draw(rows.pick(piece)) for piece in pieces])
 
 
 class TorchDraws:
     """Draw tokens with plain torch; implements `loraplex.server.model.sampling.sampler.Draws`."""
 
-    def __init__(self, rows: Rows, parameters: RowSampling) -> None:
-        self._rows, self._parameters = rows, parameters
+    def __init__(self, rows: Rows, parameters: RowSampling, at_once: int = LOGITS_ROWS) -> None:
+        """Draw for rows with these parameters. at_once: rows that are computed together: a GPU's
+        running sums depend on their number."""
+        self._rows, self._parameters, self._at_once = rows, parameters, at_once
 
     def __call__(self, rows: ToDraw) -> torch.Tensor:
-        return in_pieces(self._draw, rows)
+        return in_pieces(self._draw, rows, self._at_once)
 
     def _draw(self, rows: ToDraw) -> torch.Tensor:
         sampled = self.sampled(rows)

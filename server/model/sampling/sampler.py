@@ -52,8 +52,12 @@ class ScoredSlice:
 class Sampler:
     """Draws tokens for all rows; parameters lie in `rows` and `parameters`."""
 
-    def __init__(self, rows: Rows, parameters: RowSampling, draws: Draws) -> None:
+    def __init__(
+        self, rows: Rows, parameters: RowSampling, draws: Draws, at_once: int = LOGITS_ROWS
+    ) -> None:
+        """Draw by `draws`, and in torch. at_once: as of TorchDraws."""
         self.rows = rows
+        self._at_once = at_once
         self.parameters = parameters
         self._draws = draws
         self._by_torch = TorchDraws(rows, parameters)
@@ -104,8 +108,8 @@ class Sampler:
     def _draw_processed(self, rows: ToDraw, places: np.ndarray) -> Drawn:
         """Draw in torch, whose logits are at hand."""
         token_ids, scored = [], []
-        for i in range(0, len(rows), LOGITS_ROWS):
-            piece = slice(i, i + LOGITS_ROWS)
+        for i in range(0, len(rows), self._at_once):
+            piece = slice(i, i + self._at_once)
             found = self._by_torch.sampled(rows.pick(piece))
             token_ids.append(found.token_ids.masked_fill(found.failed, -1))
             own = found.logits, found.token_ids, rows.seq_rows[piece], places[piece]

@@ -9,6 +9,7 @@ is not decided here.
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 
 from loraplex.server.model.sampling.philox import uniform
 
@@ -147,11 +148,21 @@ def logprobs(
     """Compute logprobs of tokens, and of the most likely ones. logits: float32 `[rows, vocab]`;
     token_ids: int64 `[rows]`; listed: further ids, int64 `[rows, m]`.
     """
-    scores = logits.log_softmax(dim=-1)
+    scores = _log_softmax(logits)
     best = scores.topk(min(top, scores.shape[1]), dim=-1)
     chosen = scores.gather(1, token_ids[:, None]).squeeze(1)
     asked = None if listed is None else scores.gather(1, listed)
     return Logprobs(chosen, best.indices, best.values, listed=asked)
+
+
+def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
+    """Compute the logarithm of each row's softmax. A GPU divides a row's sum by where the row
+    begins within 16 bytes: all rows begin alike here, so no row depends on its place."""
+    vocab = logits.shape[1]
+    missing = -vocab % 4
+    if missing:
+        logits = functional.pad(logits, (0, missing), value=_NEVER)
+    return logits.log_softmax(dim=-1)[:, :vocab]
 
 
 def ranks(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:

@@ -75,6 +75,8 @@ def choose_sizes(
         running = max(1, min(running, memory // _STATES_SHARE // state_bytes))
     running, step_tokens = config.max_running or running, config.max_step_tokens or step_tokens
     max_draft = _MAX_DRAFT if few is not None or not on_gpu else 0
+    if config.batch_invariant:
+        max_draft = 0
     return Sizes(
         adapter_memory=adapters,
         host_adapter_memory=config.host_adapter_memory or on_host,

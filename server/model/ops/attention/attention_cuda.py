@@ -19,7 +19,7 @@ from loraplex.server.kernels.attention.latent_attention import latent_decodes
 from loraplex.server.kernels.attention.rotation import QkNorm, Rotation
 from loraplex.server.kernels.lora.pending import PendingDelta
 from loraplex.server.model.ops.attention.cache_pages import cache_pages
-from loraplex.server.model.ops.attention.prompt_attention import PromptAttention
+from loraplex.server.model.ops.attention.prompt_attention import ONE_KERNEL, PromptAttention
 from loraplex.server.model.ops.attention.score_rules import distinct_windows, score_rules
 from loraplex.server.model.ops.ops import KVCache, StepLayout
 from loraplex.server.model.ops.transfers import to_device
@@ -61,12 +61,13 @@ class PagedAttention:
         most_decodes: int,
         most_rows: int,
     ) -> None:
-        """Allocate scratch, and choose the kernels. prefill_backend: see `prompt_backend`.
-        most_decodes: of a flat batch, with what pads them. most_rows: as many, or of all rows of
-        a batch that a graph takes.
+        """Allocate scratch, and choose the kernels. prefill_backend: see `prompt_backend`, or
+        ONE_KERNEL. most_decodes: of a flat batch, with what pads them. most_rows: as many, or of
+        all rows of a batch that a graph takes.
         """
         self.model = model
         self.cache = cache
+        self.is_one_kernel = prefill_backend == ONE_KERNEL
         self.device = cache.pool.device
         attentions = model.attentions.values()
         widest = max(a.num_heads for a in attentions), max(a.head_dim for a in attentions)

@@ -37,6 +37,9 @@ from loraplex.server.model.spec.model_spec import AttentionSpec, ModelSpec
 PromptKernel = Literal["FlashInfer", "FlashInfer, widened", "Triton"]
 _WIDENED: PromptKernel = "FlashInfer, widened"
 _FLASHINFER_HEADS = (64, 128, 256)
+# A backend that is none of FlashInfer's: this package's kernel computes all layers, and decodes as
+# prompts of one token. A token's sums depend on nothing else of the step.
+ONE_KERNEL = "triton"
 
 
 _LEAST_WORKSPACE_BYTES = 1 << 20
@@ -51,10 +54,15 @@ class TiledPrompts:
     """
 
     def __init__(
-        self, layers: dict[int, AttentionSpec], cache: KVCache, captured: PromptRoom | None
+        self,
+        layers: dict[int, AttentionSpec],
+        cache: KVCache,
+        captured: PromptRoom | None,
+        *,
+        of_decodes: bool = False,
     ) -> None:
         """Choose tiles for the layers and the device. layers: by number. captured: a graph launches
-        it.
+        it. of_decodes: as of `tile_shape`.
         """
         self._cache, self._device = cache, cache.pool.device
         of = next(iter(layers.values()))
@@ -63,10 +71,14 @@ class TiledPrompts:
         if self._is_latent:
             self._shape = latent_tiles(of.num_heads, capability)
         else:
-            self._shape = tile_shape(of.num_heads // of.num_kv_heads, of.head_dim, capability)
+            group = of.num_heads // of.num_kv_heads
+            self._shape = tile_shape(group, of.head_dim, capability, of_decodes=of_decodes)
         self._rules = {number: score_rule(of, self._device) for number, of in layers.items()}
-        self._captured = captured is not None
-        room = self._most_tiles(captured.tokens) if captured is not None else 0
+        self._captured, self._most_prompts = captured is not None, MAX_PROMPTS
+        room = 0
+        if captured is not None:
+            self._most_prompts = captured.prompts
+            room = self._most_tiles(captured.tokens)
         self._tiles = torch.zeros(room, TILE_COLUMNS, dtype=torch.int32, device=self._device)
         self._lasts: torch.Tensor | None = None
         self._joining = {number for number, of in layers.items() if of.joins_pictures}
@@ -74,7 +86,7 @@ class TiledPrompts:
 
     def _most_tiles(self, tokens: int) -> int:
         """Plan a captured step."""
-        return max_tiles(tokens, MAX_PROMPTS, self._shape)
+        return max_tiles(tokens, self._most_prompts, self._shape)
 
     def plan(self, layout: StepLayout) -> None:
         """Prepare the attention of a step, as `PromptAttention.plan` does."""
@@ -319,10 +331,12 @@ def prompt_kernel(
 
 
 def prompt_kernels(
-    model: ModelSpec, *, rounded_cache: bool = False, captured: bool = False
+    model: ModelSpec, *, backend: str = "", rounded_cache: bool = False, captured: bool = False
 ) -> tuple[PromptKernel, ...]:
     """The kernel of each layer that attends."""
     of_each = model.attentions.values()
+    if backend == ONE_KERNEL:
+        return tuple("Triton" for _ in of_each)
     return tuple(
         prompt_kernel(of, rounded_cache=rounded_cache, captured=captured) for of in of_each
     )
@@ -332,17 +346,18 @@ def prompts_in_graphs(model: ModelSpec, backend: str, *, rounded_cache: bool = F
     """Say whether graphs can launch the attention of prompts. backend: FlashInfer's, of which
     graphs can launch "fa3" alone: for what the other launches depends on the plan.
     """
-    kernels = prompt_kernels(model, rounded_cache=rounded_cache, captured=True)
+    kernels = prompt_kernels(model, backend=backend, rounded_cache=rounded_cache, captured=True)
     return backend == "fa3" or "FlashInfer" not in kernels
 
 
 def _planned_together(
-    model: ModelSpec, cache: KVCache, *, captured: bool
+    model: ModelSpec, cache: KVCache, backend: str, *, captured: bool
 ) -> list[tuple[PromptKernel, dict[int, AttentionSpec]]]:
     """Layers by number that one plan serves, and their kernel: for FlashInfer layers that have the
     same pages, too."""
     found = defaultdict[tuple[PromptKernel, int, int], dict[int, AttentionSpec]](dict)
-    kernels = prompt_kernels(model, rounded_cache=cache.is_rounded, captured=captured)
+    forms = {"rounded_cache": cache.is_rounded, "captured": captured}
+    kernels = prompt_kernels(model, backend=backend, **forms)
     for (number, of), kernel in zip(model.attentions.items(), kernels, strict=True):
         if kernel == "Triton":
             found[kernel, of.num_heads // of.num_kv_heads, of.head_dim][number] = of
@@ -364,17 +379,18 @@ class PromptAttention:
     ) -> None:
         """Choose the kernels that the model's layers need. backend: FlashInfer's. captured: a graph
         launches it, the first plan is of the most tokens, all are of one page table, and of at
-        most MAX_PROMPTS.
+        most so many prompts.
         """
         self._plans: list[_Plan] = []
         self._of_layer: dict[int, _Plan] = {}
-        together = _planned_together(model, cache, captured=captured is not None)
+        together = _planned_together(model, cache, backend, captured=captured is not None)
         widened = (next(iter(layers)) for kernel, layers in together if kernel == _WIDENED)
         memory = _widened_memory(cache, widened)
         for kernel, layers in together:
             plan: _Plan
             if kernel == "Triton":
-                plan = TiledPrompts(layers, cache, captured)
+                of_decodes = backend == ONE_KERNEL
+                plan = TiledPrompts(layers, cache, captured, of_decodes=of_decodes)
             elif kernel == "FlashInfer" and (captured or not _join_pictures(layers)):
                 plan = FlashInferPrompts(layers, cache, backend, captured)
             else:

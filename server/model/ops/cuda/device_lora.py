@@ -200,7 +200,7 @@ class LoraBatches:
 
     def _segments(self, tokens: int, phase: Phase) -> Segments:
         known, size = self._table.device_table.num_slots, self._configs.tile_rows(phase, tokens)
-        shared = lora_strategy.shares_tiles(tokens)
+        shared = self._consumers.share_tiles and lora_strategy.shares_tiles(tokens)
         return allocate_segments(tokens, size, known, self._device, shared=shared)
 
     def _shrinking(self, lora: DeviceLora, block: int) -> ShrinkingLora:

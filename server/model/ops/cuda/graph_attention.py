@@ -48,9 +48,11 @@ class GraphAttention:
     def plan(self, size: int) -> CudaPlan:
         """Plan a graph of `size` tokens, whatever they are."""
         rows, (positions, turns) = self._packed[:size], self._places[:, :size]
-        work = self._work(size).items(self._packed[size:])
         own_turns = turns if self._ops.rotations.has_turns else None
-        views = decode_views(rows, positions, self._page_table, work, own_turns)
+        views = None
+        if not self._ops.is_batch_invariant:
+            work = self._work(size).items(self._packed[size:])
+            views = decode_views(rows, positions, self._page_table, work, own_turns)
         attention = Attention(_ALL, views, _ALL, self._prompts)
         return CudaPlan(positions, self._kv_slots[:, :size], attention, self.attended, own_turns)
 

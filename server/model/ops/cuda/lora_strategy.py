@@ -5,7 +5,7 @@ takes o and down, the activation takes gate_up. A consumer can do a part of LoRA
 because it reads the whole output in any case.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from types import MappingProxyType
 from typing import NamedTuple
@@ -132,13 +132,14 @@ class Consumers:
     devices sum. sums_first: the rotation expands nothing, since norms of values, or of q and k over
     all heads, need the sum before, since it would write to a cache of another dtype, or since there
     are no pages. fused: linears of few tokens have a kernel with LoRA in it; quantised ones end
-    before A x would be there.
+    before A x would be there. share_tiles: those of few tokens are shared out among programs.
     """
 
     whole: frozenset[Role] = frozenset()
     summed: SummedSites = NONE_SUMMED
     sums_first: bool = False
     fused: bool = True
+    share_tiles: bool = True
 
     @classmethod
     def of(cls, model: ModelSpec, *, rounded_cache: bool, summed: SummedSites) -> "Consumers":
@@ -164,6 +165,12 @@ class Consumers:
         sums_first = sums_first or not model.is_causal or rounded_cache
         fused = model.quantisation is None
         return cls(frozenset(whole), summed, sums_first, fused=fused)
+
+    def of_one_way(self) -> "Consumers":
+        """The same consumers, where LoRA is added in place whatever the regime, and tiles are not
+        shared out: all batches sum and round alike."""
+        every = frozenset(STRATEGIES[Regime.FUSED])
+        return replace(self, whole=every, fused=False, share_tiles=False)
 
     def strategies(self, regime: Regime, tokens: int) -> Strategies:
         """The row of STRATEGIES, with IN_PLACE for what a consumer cannot finish."""

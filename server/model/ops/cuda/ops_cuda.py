@@ -15,6 +15,7 @@ from loraplex.server.kernels.attention.rope_append import rope_append
 from loraplex.server.kernels.attention.rope_append_lora import rope_append_lora
 from loraplex.server.kernels.attention.rotation import QkNorm
 from loraplex.server.kernels.launch.configs import KernelConfigs, load_configs
+from loraplex.server.kernels.linear.fixed import stages_of
 from loraplex.server.kernels.linear.row_form import Rounding, RowForm, allocate_rows
 from loraplex.server.kernels.pointwise.add_norm import add_experts_norm, add_norm, rms_norm
 from loraplex.server.kernels.pointwise.gated import gated
@@ -23,6 +24,7 @@ from loraplex.server.kernels.pointwise.shared_terms import SharedTerms
 from loraplex.server.kernels.pointwise.sum_norm import sum_norm
 from loraplex.server.model.devices.group import DeviceSum
 from loraplex.server.model.latent_weights import LatentWeights
+from loraplex.server.model.linear.dense import Fixed
 from loraplex.server.model.linear.experts import MoeWeights
 from loraplex.server.model.linear.linear import Linear
 from loraplex.server.model.lora.lora import AdapterTable, Reach
@@ -123,15 +125,23 @@ class CudaOps:
         self.table = table
         self._attention = attention
         self.device = cache.pool.device
-        self._configs: KernelConfigs = load_configs(self.device)
-        self.products = Products(self._configs)
+        # No bit of a token's results depends on the others of its step.
+        self.is_batch_invariant = isinstance(attention, PagedAttention) and attention.is_one_kernel
+        self._configs: KernelConfigs = load_configs(
+            self.device, batch_invariant=self.is_batch_invariant
+        )
+        fixed = None
+        if self.is_batch_invariant:
+            fixed = Fixed(stages_of(torch.cuda.get_device_capability(self.device)))
+        self.products = Products(self._configs, fixed)
         self._row_form = row_form
         self._experts = Experts(self._configs, self.products, table)
         self.rotations = Rotations(model, max_context, max_tokens, self.device)
         context = (self._configs, table, cache.dtype, self.device, max_tokens)
-        self._batches = LoraBatches(
-            *context, Consumers.of(model, rounded_cache=cache.is_rounded, summed=summed)
-        )
+        consumers = Consumers.of(model, rounded_cache=cache.is_rounded, summed=summed)
+        if self.is_batch_invariant:
+            consumers = consumers.of_one_way()
+        self._batches = LoraBatches(*context, consumers)
         self._lora_linear = LoraLinear(
             self._configs, table.device_table, self.products, self.device
         )
@@ -141,6 +151,8 @@ class CudaOps:
     def plan(self, layout: StepLayout) -> CudaPlan:
         if isinstance(self._attention, WholeAttention):
             return CudaPlan(layout.positions, None, NOTHING, texts=self._attention.plan(layout))
+        if self.is_batch_invariant:
+            layout = layout.as_prompts()
         positions, slots = layout.positions, self.kv_slots(layout)
         turns = self.rotations.turns(layout)
         attention = self._attention.plan(layout, turns)
@@ -226,7 +238,7 @@ class CudaOps:
         if lora is not None and lora.model_sites:
             self._lora_linear.add(x, y, lora, site)
             y = y if width is None else widened(y, width)
-            own_logits(lora.own, site.number, x, y)
+            own_logits(lora.own, site.number, x, y, one_by_one=self.is_batch_invariant)
         return y
 
     def forbid_others(self, logits: torch.Tensor, lora: DeviceLora, site: Site) -> None:

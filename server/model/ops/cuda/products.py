@@ -11,7 +11,7 @@ import torch
 
 from loraplex.server.kernels.launch.configs import KernelConfigs
 from loraplex.server.kernels.linear.row_form import RoundedRows, Rounding
-from loraplex.server.model.linear.dense import DEFAULT, Library, Way
+from loraplex.server.model.linear.dense import DEFAULT, Fixed, Library, Way
 from loraplex.server.model.linear.linear import Linear
 from loraplex.server.model.linear.rounded import RoundedLinear
 from loraplex.server.model.ops.cuda.capture import record
@@ -56,8 +56,9 @@ class Products:
     shape in the way that was fastest when it was measured.
     """
 
-    def __init__(self, configs: KernelConfigs) -> None:
-        self._configs = configs
+    def __init__(self, configs: KernelConfigs, fixed: Fixed | None = None) -> None:
+        """Begin without measurements. fixed: the one way of all products; None = the fastest."""
+        self._configs, self._fixed = configs, fixed
         # The last rows whose rounding was noted.
         self._latest: tuple[torch.Tensor | None, Rounding | None] = (None, None)
         # By rows and kind of matrix.
@@ -92,6 +93,8 @@ class Products:
         for each product of a step that of some layers. Some milliseconds for each way of each;
         leaves no memory taken.
         """
+        if self._fixed is not None:
+            return
         for size in sizes:
             for layers in products:
                 measured = layers[: _LAYERS if size <= _MANY_ROWS else _LAYERS_OF_MANY]
@@ -112,6 +115,8 @@ class Products:
         write, `[rows, out_features]`.
         """
         choice, inputs = None, self._inputs(x, linear)
+        if self._fixed is not None:
+            return _run(linear, inputs, out, self._fixed)
         if torch.cuda.is_current_stream_capturing():
             choice = self._choices.get((len(x), linear.kind))
         if choice is None:

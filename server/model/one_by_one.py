@@ -1,0 +1,72 @@
+"""Steps of plain torch whose tokens are computed one by one.
+
+A library divides its sums by the shape of what it gets. A token alone has one shape, so its bits do
+not depend on the tokens beside it, on the step that it comes in, or on the slice that it is of.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from loraplex.server.model.decoder import Decoder, Wanted
+from loraplex.server.model.ops.ops import StepLayout
+
+
+class OneByOne:
+    """Computes the forward pass of steps, and logits, token after token."""
+
+    def __init__(self, decoder: Decoder[Any, Any, Any]) -> None:
+        self._decoder = decoder
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        layout: StepLayout,
+        token_slots: np.ndarray,
+        wanted: np.ndarray,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> torch.Tensor:
+        """Compute normed hidden states of the tokens wanted, int64 `[n]`, ascending. The parameters
+        are as of `Decoder.forward`, but slots, int64 `[tokens]`."""
+        ops, found = self._decoder.ops, []
+        is_wanted = np.zeros(len(token_ids), dtype=np.int64)
+        is_wanted[wanted] = 1
+        for at, own in enumerate(tokens_apart(layout)):
+            one = slice(at, at + 1)
+            lora = ops.lora(token_slots[one])
+            rows = torch.zeros(int(is_wanted[at]), dtype=torch.int64, device=token_ids.device)
+            context = (ops.plan(own), lora, Wanted(rows, lora), meanwhile)
+            normed = self._decoder.forward(token_ids[one], *context)
+            if is_wanted[at]:
+                found.append(normed)
+        return torch.cat(found) if found else normed
+
+    def logits(self, normed: torch.Tensor, slots: np.ndarray, width: int | None) -> torch.Tensor:
+        """Compute logits of rows `[n, hidden]`, as `Decoder.logits` does. slots: int64 `[n]`."""
+        ops, found = self._decoder.ops, []
+        for at in range(len(normed)):
+            lora = ops.lora(slots[at : at + 1])
+            found.append(self._decoder.logits(normed[at : at + 1], lora, width=width))
+        return torch.cat(found)
+
+
+def tokens_apart(layout: StepLayout) -> Iterator[StepLayout]:
+    """Lay out each token of a step as a decode of its own, in order. The layout has no states."""
+    firsts = np.cumsum(layout.num_new) - layout.num_new
+    rows = np.repeat(layout.seq_rows, layout.num_new)
+    positions = np.arange(len(rows)) + np.repeat(layout.starts - firsts, layout.num_new)
+    for at in range(len(rows)):
+        one = slice(at, at + 1)
+        yield StepLayout(
+            num_decodes=1,
+            seq_rows=rows[one],
+            starts=positions[one],
+            num_new=np.ones(1, dtype=np.int64),
+            token_rows=layout.token_rows[one],
+            positions=layout.positions[one],
+            page_table=layout.page_table,
+            long_rows=layout.long_rows,
+            turns=None if layout.turns is None else layout.turns[:, one],
+        )

@@ -41,6 +41,7 @@ MODEL :: --model --model-path --model-id
 --cors-origin :: --allowed-origins --cors-allow-origin
 --picture-host: whole names :: --allowed-media-domains+
 --picture-memory=0 :: --language-model-only!
+--batch-invariant :: --enable-deterministic-inference
 --default-source :: --default-adapter-source --adapter-source
 --drain-timeout-s :: --shutdown-timeout
 HF_HUB_CACHE :: --download-dir --huggingface-hub-cache

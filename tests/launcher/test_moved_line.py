@@ -41,6 +41,7 @@ LINES: list[tuple[tuple[str, ...], str]] = [
     (("--quantization", "awq_marlin", "--gpu-memory-utilization", "0.8"),
      "--gpu-memory-utilization=0.8"),
     (("--enable-log-requests",), "--log-requests=yes"),
+    (("--enable-deterministic-inference", "m"), "--batch-invariant m"),
     (("--no-enable-log-requests", "--json-output"), "--log-format=json"),
     (("--allowed-origins", '["*"]'), "--cors-origin=*"),
     (("--speculative-config.method", "ngram", "--port", "1"), "--port=1"),

@@ -77,7 +77,7 @@ class Pair:
         patch.setattr(prompt_attention, "_FLASHINFER_HEADS", heads)
         if backend == "fa3":
             configs = read_configs("sm90", 2, programmatic_launch=False)
-            patch.setattr(ops_cuda, "load_configs", lambda _: configs)
+            patch.setattr(ops_cuda, "load_configs", lambda *_, **form: configs)
         patch.setattr(ops_cuda, "sum_norm", sum_norm_of_threads)
         patch.setattr(ThreadGroup, "term_rows", few_tokens)
         for name, tokens in (("FEW_TOKENS", few_tokens), ("MIXED_TOKENS", mixed_tokens)):

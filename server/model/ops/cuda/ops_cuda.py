@@ -127,9 +127,8 @@ class CudaOps:
         self.device = cache.pool.device
         # No bit of a token's results depends on the others of its step.
         self.is_batch_invariant = isinstance(attention, PagedAttention) and attention.is_one_kernel
-        self._configs: KernelConfigs = load_configs(
-            self.device, batch_invariant=self.is_batch_invariant
-        )
+        form = {"batch_invariant": self.is_batch_invariant}
+        self._configs: KernelConfigs = load_configs(self.device, **form)
         fixed = None
         if self.is_batch_invariant:
             fixed = Fixed(stages_of(torch.cuda.get_device_capability(self.device)))

@@ -22,6 +22,8 @@ from loraplex.router.service import Service
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # For the last words of answers that did not end in time.
 _LAST_WORDS_S = 5
+# So long connections are taken that the system accepted before the stop.
+_LAST_ACCEPTS_S = 0.05
 
 
 class RouterServer(uvicorn.Server):
@@ -94,6 +96,9 @@ class RouterServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._dispatcher.draining = True
+        for listener in sockets or ():
+            listener.listen(0)  # others wait, and are refused once the socket is closed
+        await asyncio.sleep(_LAST_ACCEPTS_S)
         for task in self._tasks:
             task.cancel()
         self._watch.close()  # what would never end by itself

@@ -163,16 +163,15 @@ class CertifyingExecutor:
         self,
         limits: ExecutorLimits,
         options: CertifyOptions | None = None,
-        host_arena: memoryview | None = None,
+        host_memory: memoryview | None = None,
     ) -> None:
         self.limits = limits
         self.summary: tuple[str, ...] = ("no model: tokens are certificates",)
         self.memory: tuple[MemoryLine, ...] = ()
         self.options = options or CertifyOptions(limits.vocab_size, limits.eos_token_ids)
-        self.pictures = FakePictures(limits.pictures, self.options.copy_polls)
-        self._witness: SlabWitness | None = None
-        if self.options.check_bytes and host_arena is not None:
-            self._witness = SlabWitness(host_arena)
+        checked = host_memory if self.options.check_bytes else None
+        self.pictures = FakePictures(limits.pictures, self.options.copy_polls, checked)
+        self._witness = None if checked is None else SlabWitness(checked)
         empty: list[Mark | None] = [None] * limits.page_size
         self._kv = [list(empty) for _ in range(limits.num_pages)]
         self._holders: list[set[int]] = [set() for _ in range(limits.num_pages)]

@@ -8,6 +8,8 @@ import msgspec
 
 from loraplex.server.config import ConfigError, EngineConfig
 from loraplex.server.engine.executor import ExecutorLimits
+from loraplex.server.model.checkpoint.checkpoint import read_config
+from loraplex.server.model.ops.memory import picture_limits
 from tests.certifying.certificates import CertifyOptions
 from tests.certifying.executor import CertifyingExecutor
 
@@ -19,7 +21,7 @@ def certify(**options: Any) -> str:
     return f"{__name__}:make:{json.dumps(options)}"
 
 
-def make(config: EngineConfig, arena: memoryview, given: str) -> CertifyingExecutor:
+def make(config: EngineConfig, memory: memoryview, given: str) -> CertifyingExecutor:
     """Executor with the model's vocabulary and context, if a model is there.
 
     given: `CertifyOptions` as JSON, or nothing. Raises ConfigError.
@@ -37,13 +39,18 @@ def make(config: EngineConfig, arena: memoryview, given: str) -> CertifyingExecu
     except msgspec.MsgspecError as error:
         raise ConfigError(f"--executor: {error} in {given!r}") from None
     num_pages = max(1, config.kv_memory // (config.page_size * _TOKEN_BYTES))
-    context = config.max_context or model.get("max_position_embeddings", 2048)
+    text = model.get("text_config", model)
+    context = config.max_context or text.get("max_position_embeddings", 2048)
+    context = min(context, num_pages * config.page_size)
+    pictures = None
+    if "vision_config" in model:
+        pictures = picture_limits(read_config(path.parent), config, context)
     limits = ExecutorLimits(
         num_pages=num_pages,
         page_size=config.page_size,
         max_rows=config.max_running,
         max_step_tokens=config.max_step_tokens,
-        max_context=min(context, num_pages * config.page_size),
+        max_context=context,
         vocab_size=options.vocab_size,
         eos_token_ids=options.eos_token_ids,
         adapter_slots=config.adapter_slots,
@@ -52,5 +59,6 @@ def make(config: EngineConfig, arena: memoryview, given: str) -> CertifyingExecu
         max_decodes=config.max_decodes,
         host_pages=config.host_kv_memory // (config.page_size * _TOKEN_BYTES),
         disk_pages=config.disk_kv // (config.page_size * _TOKEN_BYTES),
+        pictures=pictures,
     )
-    return CertifyingExecutor(limits, options, arena)
+    return CertifyingExecutor(limits, options, memory)

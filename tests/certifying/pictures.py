@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable
+from hashlib import blake2b
 
 from loraplex.server.engine.executor import PictureCopy, PictureIn, PictureLimits
 from loraplex.server.engine.plan import PlacedPicture
@@ -26,10 +27,15 @@ class Encoded:
 
 
 class FakePictures:
-    """Blocks of results, and pictures on their way. bad: those that cannot be brought."""
+    """Blocks of results, and pictures on their way. memory: where patches lie, which must be the
+    same for one picture each time; None = nobody looks. bad: those that cannot be brought.
+    """
 
-    def __init__(self, limits: PictureLimits | None, polls: int) -> None:
-        self._limits, self._polls = limits, polls
+    def __init__(
+        self, limits: PictureLimits | None, polls: int, memory: memoryview | None = None
+    ) -> None:
+        self._limits, self._polls, self._memory = limits, polls, memory
+        self._patches: dict[tuple[str, tuple[int, int, int]], bytes] = {}
         self._results: dict[int, tuple[str, tuple[int, int, int], int]] = {}
         self._coming: deque[tuple[int, PictureCopy]] = deque()
         self._here: deque[PictureCopy] = deque()
@@ -49,11 +55,20 @@ class FakePictures:
         news = []
         while self._coming and self._coming[0][0] <= 0:
             _, copy = self._coming.popleft()
-            error = "it is bad" if copy.picture in self.bad else None
+            error = "it is bad" if copy.picture in self.bad else self._other_patches(copy)
             if error is None:
                 self._here.append(copy)
             news.append(PictureIn(copy.blocks[0], error))
         return news
+
+    def _other_patches(self, copy: PictureCopy) -> str | None:
+        """Reason why what lies in memory are not this picture's patches, or None."""
+        if self._memory is None:
+            return None
+        patches = self._memory[copy.segment : copy.segment + 4 * copy.rows * copy.columns]
+        found = blake2b(patches, digest_size=16).digest()
+        known = self._patches.setdefault((copy.picture, copy.grid), found)
+        return None if known == found else "the picture's patches differ from those it had before"
 
     def encode(self, pictures: int, adapter: Callable[[PictureCopy], str]) -> Encoded:
         """adapter: the name of that which changes the tower, as of `seen_by`."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 
+from tests.certifying.certificates import certified_output
 from tests.chaos.load import (
     DIGEST_HEADER,
     Answer,
@@ -20,15 +21,19 @@ from tests.chaos.load import (
     Wrong,
     check,
     keyed,
+    lorax,
     openai,
 )
 from tests.chaos.processes import Process, Served
 from tests.pushed_versions import version
+from tests.soak.seeing import IMAGE, Gallery, Seen
 
 REPEATED, REMEMBERED = 0.3, 256
 PATTERN = "[a-z]{3,9}( [a-z]{3,9}){2,4}"
 PUSHED, KEPT, ASKED_VERSIONS = "pushed", 32, 3
 ROLLED, ROLLED_FROM, ROLLED_TO = "rolled", "pirate", "sql"
+# Its own chat template reads no pictures.
+TEMPLATED = "tools"
 BATCH_LINES = 40
 PATIENCE_S = 240.0
 POLL_S = 0.2
@@ -65,6 +70,7 @@ class SoakCertifier(Certifier):
         super().__init__(served)
         self._asked: deque[tuple[str | None, str]] = deque(maxlen=REMEMBERED)
         self._retired: set[str] = set()
+        self._gallery = Gallery(served.model)
 
     @property
     def names(self) -> list[str]:
@@ -79,6 +85,20 @@ class SoakCertifier(Certifier):
         order = super().order(dice, min_tokens, max_tokens)
         self._asked.append((order.adapter, order.prompt))
         return order
+
+    def seen(self, order: Order) -> list[Seen]:
+        """The pictures that an order is asked with; the same with the same prompt."""
+        dice = random.Random(order.prompt)
+        return dice.sample(self._gallery.pictures, dice.randint(1, 2))
+
+    def expected_seen(self, order: Order, text: str, special: bool) -> list[int]:
+        """The right tokens of an order with its pictures. text: the prompt, with `IMAGE` for each.
+        special: whether the tokenizer puts its own tokens around.
+        """
+        digest = None if order.adapter is None else self.digests[order.adapter]
+        ids = self.tokenizer.encode(text, add_special_tokens=special).ids
+        placed = self._gallery.placed(ids, self.seen(order))
+        return certified_output(digest, placed, order.max_tokens, self._options)
 
     def took(self, version: int, digest: str) -> None:
         """A version was pushed; the last few of them are asked for."""
@@ -97,6 +117,7 @@ class SoakClients(Clients):
         self.tally = Tally()
         self._soaked = certifier
         self._kinds += [self._whole_allowed, self._whole_shaped, self._whole_rolled]
+        self._kinds += [self._stream_seen, self._whole_seen]
         self._pushes = 0
 
     def _note(self, answer: Answer) -> None:
@@ -159,6 +180,33 @@ class SoakClients(Clients):
             raise Wrong(f"digest {digest} is no version's")
         expected = self._certifier.expected(digest, order.prompt, order.max_tokens)
         check(response.json()["choices"][0]["text"], self._certifier.text(expected))
+        answer.tokens = len(expected)
+
+    async def _stream_seen(self, url: str, order: Order, answer: Answer) -> None:
+        """Pictures before a text, as LoRAX marks them."""
+        seen = self._soaked.seen(order)
+        marked = "".join(f"![]({one.url})" for one in seen) + order.prompt
+        body, ids = lorax(order) | {"inputs": marked}, list[int]()
+        async for event in self._events(f"{url}/generate_stream", body, order, answer):
+            ids.append(event["token"]["id"])
+        text = IMAGE * len(seen) + order.prompt
+        check(ids, self._soaked.expected_seen(order, text, special=True))
+        answer.tokens = len(ids)
+
+    async def _whole_seen(self, url: str, order: Order, answer: Answer) -> None:
+        """Pictures behind a text, in a chat by the base's template."""
+        if order.adapter == TEMPLATED:
+            await self._stream_seen(url, order, answer)
+            return
+        seen = self._soaked.seen(order)
+        images = [{"type": "image_url", "image_url": {"url": one.url}} for one in seen]
+        content = [{"type": "text", "text": order.prompt}, *images]
+        body = openai(order) | {"messages": [{"role": "user", "content": content}]}
+        del body["prompt"]
+        found = await self._whole(f"{url}/v1/chat/completions", body, order)
+        text = f"<s><|user|>{order.prompt}{IMAGE * len(seen)}</s><|assistant|>"
+        expected = self._soaked.expected_seen(order, text, special=False)
+        check(found["choices"][0]["message"]["content"] or "", self._certifier.text(expected))
         answer.tokens = len(expected)
 
     # Jobs of operators

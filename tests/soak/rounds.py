@@ -12,13 +12,14 @@ from statistics import mean
 
 import psutil
 
-from loraplex.launcher.demo import adapter_paths, model_path
+from loraplex.launcher.demo import adapter_paths
 from loraplex.server.engine.drafts.source import DraftSource
 from tests.certifying.factory import certify
 from tests.chaos.faults import Faults
 from tests.chaos.processes import Fleet, Served, Shape, engine_of
 from tests.router.shared.redis_server import RedisServer, running_redis
 from tests.soak.load import ROLLED, ROLLED_FROM, SoakCertifier, SoakClients, Tally
+from tests.soak.seeing import save_seeing
 
 # In the first half of a round processes die; in the second one they live, and are weighed.
 DEADLY = ("worker killed", "engine killed", "router killed", "engine frozen", "rolling restart")
@@ -30,9 +31,15 @@ GENTLE = (
     "redis slow",
 )
 LONGEST_S = 2.0
-WORKER_OPTIONS = ("--max-draft", "8", "--host-kv-memory", "8MiB", "--disk-kv", "32MiB")
+WORKER_OPTIONS = (
+    *("--max-draft", "8", "--host-kv-memory", "8MiB", "--disk-kv", "32MiB"),
+    *("--picture-memory", "256KiB", "--model-name", "loraplex/demo"),
+)
 # Metrics of workers that say whether what is on was used.
-USED = ("recalled_kv_pages_total", "accepted_draft_tokens_total", "preemptions_total")
+USED = (
+    *("recalled_kv_pages_total", "accepted_draft_tokens_total", "preemptions_total"),
+    "images_total",
+)
 MIN_TOKENS, MAX_TOKENS = 10, 600
 # A process is flat if its last part weighs at most this much more than the part before.
 PARTS = 4
@@ -99,7 +106,9 @@ class SoakFleet(Fleet):
         paths = adapter_paths()
         roots = next(iter(paths.values())).parent
         executor = ("--executor", certify(eos_percent=1, check_bytes=True))
-        served = Served(model_path(), roots, tuple(paths), (*executor, *WORKER_OPTIONS))
+        model = folder / "seeing"
+        save_seeing(model)
+        served = Served(model, roots, tuple(paths), (*executor, *WORKER_OPTIONS))
         shape = Shape(workers=asked.workers, served=served)
         super().__init__(
             *(folder, shape, redis),

@@ -13,8 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from loraplex.launcher.demo import BASE_NAME, EXAMPLES, adapter_paths, model_path
 from tests.e2e.serving import Serving, start_serving
+from tests.e2e.test_structured_clients import CLIENTS_PYTHON, passes
 
 SECOND = "loraplex/second"
+# What scripts of clients ask for, of the first base and with an ending of the second.
+MODELS = ("json", "tools")
+# One for each API.
+SCRIPTS = ("of_openai", "of_anthropic", "of_hub", "of_cohere", "of_langchain")
 TIMEOUT_S = 240.0
 
 
@@ -41,9 +46,9 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     folder = tmp_path_factory.mktemp("bases")
     serving = start_serving(
         f"--also={SECOND}={second_model(folder)}",
-        f"--adapter=sql-2={second_adapter(folder, 'sql')}",
+        *(f"--adapter={name}-2={second_adapter(folder, name)}" for name in ("sql", *MODELS)),
         f"--adapter-root={second_adapter(folder / 'unnamed', 'polite').parent}",
-        f"--cache-dir={folder / 'cache'}",
+        *(f"--cache-dir={folder / 'cache'}", f"--files-dir={folder / 'files'}"),
         log=folder / "log",
     )
     try:
@@ -93,6 +98,18 @@ def test_adapters_of_the_other_base_are_refused(client: openai.OpenAI) -> None:
     for model in (f"{BASE_NAME}:sql-2", f"{SECOND}:sql"):
         with pytest.raises(openai.UnprocessableEntityError, match="wrong_base"):
             answer(client, model)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.clients
+@pytest.mark.skipif(
+    not CLIENTS_PYTHON.exists(), reason="`make test` makes the environment for these clients"
+)
+@pytest.mark.parametrize("ending", ["", "-2"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_clients_get_what_they_ask_each_base_for(bases: Serving, script: str, ending: str) -> None:
+    models = [f"{name}{ending}" for name in MODELS]
+    passes(str(CLIENTS_PYTHON), "-m", f"tests.e2e.clients.{script}", bases.url, *models)
 
 
 @pytest.mark.exhaustive

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-# Adapters of the demo: one that answers in JSON, one that calls tools.
-JSON, TOOLS = "json", "tools"
+# Adapters: one that answers in JSON, one that calls tools. The demo's, or what the script is told.
+JSON, TOOLS = sys.argv[2:4] or ("json", "tools")
 KEY = "unused"
 MESSAGE = "Please cancel order #10442 for two linen aprons, it's urgent. Thanks, Ines Novak"
 # Most that an answer needs: its schema bounds every string and number.

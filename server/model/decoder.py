@@ -323,6 +323,9 @@ class Decoder(Generic[P, L, Y]):
             hidden = self.ops.norm(hidden, beside.norm)
         if projection is not None and not first:
             hidden = self._beside(hidden, projection, lora, "project_in")
+        of = self.spec.pictures
+        if pictured is not None and of is not None and of.stand_in is not None:
+            token_ids = token_ids.index_fill(0, pictured.places, of.stand_in)
         return self.enter(hidden, self._inputs(token_ids, hidden, lora), lora)
 
     def enter(

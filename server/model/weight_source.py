@@ -16,7 +16,7 @@ from loraplex.server.model.checkpoint.cuts import Cut, cut_of
 from loraplex.server.model.checkpoint.expert_tensors import ExpertTensors
 from loraplex.server.model.checkpoint.stored_forms import StoredForms
 from loraplex.server.model.checkpoint.unpack import unpack
-from loraplex.server.model.linear.dense import DenseLinear
+from loraplex.server.model.linear.dense import ClippedLinear, DenseLinear
 from loraplex.server.model.linear.experts import ExpertsLinear
 from loraplex.server.model.linear.linear import Linear
 from loraplex.server.model.linear.packed import PackedWeight, joined
@@ -29,7 +29,7 @@ from loraplex.server.model.quantisation.forms import (
     WeightForm,
     input_form,
 )
-from loraplex.server.model.spec.linear_spec import LinearSpec
+from loraplex.server.model.spec.linear_spec import BOUNDS, LinearSpec
 from loraplex.server.model.spec.model_spec import layer_path
 
 
@@ -106,6 +106,9 @@ class WeightSource:
         """The device's part. layer: 0-based, where the matrix is one of a layer's."""
         paths = [path_in(part.path, layer) for part in spec.parts]
         base = self._base(spec, paths, layer)
+        if spec.clips and isinstance(base, DenseLinear):
+            bounds = [torch.stack([self.get(f"{path}.{of}") for of in BOUNDS]) for path in paths]
+            return ClippedLinear(base.weight, None, spec.widths, torch.stack(bounds))
         form = self._input_form(paths, layer)
         if form is None:
             return base

@@ -95,3 +95,16 @@ def without_padding(width: int, height: int, high: int, wide: int) -> tuple[int,
     if width / height > wide / high:
         return high - (high - int(round(height * (wide / width), 7))) // 2 * 2, wide
     return high, wide - (wide - int(round(width * (high / height), 7))) // 2 * 2
+
+
+def filling(width: int, height: int, unit: int, most: int) -> _Size:
+    """The largest size of a picture's shape that has at most `most` pixels and whose sides are
+    multiples of `unit`; of long and thin pictures one side is `unit`."""
+    factor = math.sqrt(most / (width * height))
+    wide, high = (math.floor(factor * length / unit) * unit for length in (width, height))
+    longest = most // unit
+    if not high:
+        return min(width // height * unit, longest), unit
+    if not wide:
+        return unit, min(height // width * unit, longest)
+    return wide, high

@@ -10,7 +10,7 @@ from loraplex.server.protocol.picture_cuts import PictureCut
 
 Grid = tuple[int, int, int]
 # The processor by whose rule a picture is resized and cut into patches.
-PatchRule = Literal["qwen2_vl", "clip", "pixtral", "llava_next"]
+PatchRule = Literal["qwen2_vl", "clip", "pixtral", "llava_next", "gemma4"]
 # A picture that is so many times longer than wide, or wider than long, is refused.
 _MAX_ASPECT = 200
 
@@ -124,7 +124,9 @@ class VisionCard(msgspec.Struct, frozen=True):
     `clip` the shorter side gets `shortest_edge` pixels (0 = each gets `crop_size`), and the model
     sees the middle square of `crop_size` pixels a side; by the other both are 0. By
     the rule `pixtral` neither side has more than `longest_edge` pixels. row_ends: the ids behind
-    each row of placeholders, and behind the last one; None = there are none.
+    each row of placeholders, and behind the last one; None = there are none. By the rule `gemma4` a
+    resized picture has as many pixels as there may be. colours_last: the colours of a pixel stand
+    together in a patch; else the pixels of a colour do.
     """
 
     rule: PatchRule
@@ -147,6 +149,7 @@ class VisionCard(msgspec.Struct, frozen=True):
     crop_size: int = 0
     longest_edge: int = 0
     row_ends: tuple[int, int] | None = None
+    colours_last: bool = False
 
     @property
     def columns(self) -> int:
@@ -204,6 +207,8 @@ class VisionCard(msgspec.Struct, frozen=True):
             size = picture_cuts.within(width, height, self.unit, self.longest_edge)
             return [picture_cuts.whole(size)]
         least, most = self.min_pixels, self.max_pixels
+        if self.rule == "gemma4":
+            return [picture_cuts.whole(picture_cuts.filling(width, height, self.unit, most))]
         return [picture_cuts.whole(picture_cuts.with_area(width, height, self.unit, least, most))]
 
     def grid(self, width: int, height: int) -> Grid:

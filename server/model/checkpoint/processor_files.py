@@ -24,7 +24,6 @@ _STEPS: dict[str, Any] = {
     "do_convert_rgb": True,
     "do_resize": True,
     "do_rescale": True,
-    "do_normalize": True,
     "do_pan_and_scan": False,
 }
 _LEAST_PIXELS, _MOST_PIXELS = 56 * 56, 28 * 28 * 1280
@@ -41,22 +40,26 @@ _GEMMA3 = "Gemma3ImageProcessor"
 
 class _Processor(NamedTuple):
     """A kind of processor, and what it does where its file says nothing. colours: mean and
-    deviation. crops: it takes the middle of a picture."""
+    deviation. crops: it takes the middle of a picture. normalises: else the model does, by these
+    colours."""
 
     rule: PatchRule
     colours: tuple[Colours, Colours] = (_MEAN, _STD)
     resample: int = _BICUBIC
     crops: bool = False
+    normalises: bool = True
 
 
 _PROCESSORS = {
     "CLIPImageProcessor": _Processor("clip", crops=True),
     _GEMMA3: _Processor("clip", (_HALF, _HALF), _BILINEAR),
+    "Gemma4ImageProcessor": _Processor("gemma4", (_HALF, _HALF), normalises=False),
     "LlavaNextImageProcessor": _Processor("llava_next"),
     "PixtralImageProcessor": _Processor("pixtral"),
     "Qwen2VLImageProcessor": _Processor("qwen2_vl"),
     "SiglipImageProcessor": _Processor("clip", (_HALF, _HALF)),
 }
+_SOFT_TOKENS = (70, 140, 280, 560, 1120)
 # Where CLIP's file says nothing.
 _CLIP_SIZE = 224
 _SHORTEST = "shortest_edge"
@@ -93,18 +96,17 @@ def read_vision_card(folder: Path, tower: TowerForm, token_to_id: TokenToId) -> 
     where it is not known, or is another than the tower's.
     """
     given = _given(folder)
-    kind = _FORMS.sub("", str(given.get(_KIND)))
-    processor = _PROCESSORS.get(kind)
+    processor = _PROCESSORS.get(_kind(given))
     if processor is None:
         raise ValueError(f"{_KIND} {shown(given.get(_KIND))} is not known")
-    for name, value in _STEPS.items():
+    for name, value in (_STEPS | {"do_normalize": processor.normalises}).items():
         if given.get(name, value) != value:
             raise ValueError(f"{name} must be {value}, got {shown(given[name])}")
     scale = given.get("rescale_factor", 1 / 255)
     if not isinstance(scale, float) or not math.isclose(scale, 1 / 255):
         raise ValueError(f"rescale_factor must be 1/255, got {shown(scale)}")
     mean, std = (
-        _colours(given, name, usual)
+        _colours(given if processor.normalises else {}, name, usual)
         for name, usual in zip(("image_mean", "image_std"), processor.colours, strict=True)
     )
     resample = given.get("resample", processor.resample)
@@ -112,7 +114,7 @@ def read_vision_card(folder: Path, tower: TowerForm, token_to_id: TokenToId) -> 
         raise ValueError(f"resample must be a filter of Pillow, got {shown(resample)}")
     if not all(std):
         raise ValueError(f"image_std is out of range: {std}")
-    sizes = _sizes(kind, given, tower, folder, token_to_id)
+    sizes = _sizes(given, tower, folder, token_to_id)
     card = VisionCard(
         rule=processor.rule,
         resample=resample,
@@ -130,22 +132,20 @@ def read_vision_card(folder: Path, tower: TowerForm, token_to_id: TokenToId) -> 
 
 
 def _sizes(
-    kind: str,
-    given: Mapping[str, Any],
-    tower: TowerForm,
-    folder: Path,
-    token_to_id: TokenToId,
+    given: Mapping[str, Any], tower: TowerForm, folder: Path, token_to_id: TokenToId
 ) -> dict[str, Any]:
     """Fields of a VisionCard that not all rules have."""
-    rule = _PROCESSORS[kind].rule
+    rule = _PROCESSORS[_kind(given)].rule
     if (rule == "llava_next") is not isinstance(tower.form, TiledForm):
         raise ValueError(f"{_KIND} {shown(given[_KIND])} does not suit the tower")
     if isinstance(tower.form, TiledForm):
         return _of_tiles(given, tower, tower.form)
     if rule == "clip":
-        return _of_clip(given, tower, kind, folder)
+        return _of_clip(given, tower, folder)
     if rule == "pixtral":
         return _of_pixtral(given, read_optional_json(folder / FILES[0]), tower, token_to_id)
+    if rule == "gemma4":
+        return _of_gemma4(given, tower, folder)
     return _of_qwen2(given, tower, folder)
 
 
@@ -172,6 +172,27 @@ def _of_qwen2(given: Mapping[str, Any], tower: TowerForm, folder: Path) -> dict[
     }
 
 
+def _of_gemma4(given: Mapping[str, Any], tower: TowerForm, folder: Path) -> dict[str, Any]:
+    """Fields of a VisionCard by the rule `gemma4`."""
+    if tower.pixels:
+        raise ValueError(f"{_KIND} does not suit a tower of pictures of one size")
+    config, side = read_json(folder / CONFIG_FILE), tower.form.side
+    if _count(given, "pooling_kernel_size", 3) != side:
+        raise ValueError(f"pooling_kernel_size must be {side}, as the tower's")
+    most = _count(given, "max_soft_tokens", 280)
+    if most not in _SOFT_TOKENS:
+        raise ValueError(f"max_soft_tokens must be one of {_SOFT_TOKENS}, got {most}")
+    patch = _count(given, "patch_size", 16)
+    return {
+        "patch_size": patch,
+        "temporal_patch_size": 1,
+        "max_pixels": most * (side * patch) ** 2,
+        "before": (_id(config, "boi_token_id", 255999),),
+        "after": (_id(config, "eoi_token_id", 258882),),
+        "colours_last": True,
+    }
+
+
 def _of_gemma3(folder: Path, tower: TowerForm) -> dict[str, Any]:
     """Fields of a VisionCard. Templates write the token that opens a picture, and the processor
     puts empty lines around it."""
@@ -187,9 +208,14 @@ def _of_gemma3(folder: Path, tower: TowerForm) -> dict[str, Any]:
     return {"spot_id": opens, "before": (opens,), "after": (closes,), "around": "\n\n"}
 
 
-def _of_clip(given: Mapping[str, Any], tower: TowerForm, kind: str, folder: Path) -> dict[str, Any]:
+def _kind(given: Mapping[str, Any]) -> str:
+    """The kind of processor, however it computes."""
+    return _FORMS.sub("", str(given.get(_KIND)))
+
+
+def _of_clip(given: Mapping[str, Any], tower: TowerForm, folder: Path) -> dict[str, Any]:
     """Fields of a VisionCard by the rule `clip`. The tower says how large its picture is."""
-    crops = _PROCESSORS[kind].crops
+    crops = _PROCESSORS[_kind(given)].crops
     if not tower.pixels:
         raise ValueError(f"{_KIND} needs a tower of pictures of one size")
     if bool(given.get("do_center_crop", crops)) is not crops:
@@ -211,7 +237,7 @@ def _of_clip(given: Mapping[str, Any], tower: TowerForm, kind: str, folder: Path
         "temporal_patch_size": 1,
         "shortest_edge": shortest,
         "crop_size": side,
-        **(_of_gemma3(folder, tower) if kind == _GEMMA3 else {}),
+        **(_of_gemma3(folder, tower) if _kind(given) == _GEMMA3 else {}),
     }
 
 

@@ -13,9 +13,11 @@ from loraplex.server.model.checkpoint.checkpoint import (
 )
 
 _TOWER = re.compile(
-    r"(?:model\.)?(?:(?:visual|vision_tower)\.(?:vision_model\.)?|(?=multi_modal_projector\.|image_newline))"
-    r"(?P<rest>.+)"
+    r"(?:model\.)?(?:(?:visual|vision_tower)\.(?:vision_model\.)?"
+    r"|(?=(?:multi_modal_projector|embed_vision)\.|image_newline))(?P<rest>.+)"
 )
+# Gemma's matrices and tables without a module of their own.
+_BARE = re.compile(r"(?:mm_input_projection|position_embedding_table)$")
 _BLOCKS = re.compile(r"(?:blocks|(?:encoder|transformer)\.layers)\.(?=[0-9])")
 
 
@@ -25,8 +27,9 @@ def tower_name(stored: str) -> str | None:
     if found is None:
         return None
     rest = _BLOCKS.sub("model.layers.", found["rest"], count=1)
-    # LoRA of the checkpoint's own may have been there.
-    return rest.replace(".base_layer.", ".").replace("projection_weight", "projection.weight")
+    # LoRA of the checkpoint's own may have been there, and Gemma wraps products.
+    rest = rest.replace(".base_layer.", ".").replace(".linear.", ".")
+    return _BARE.sub(r"\g<0>.weight", rest.replace("projection_weight", "projection"))
 
 
 def tower_shards(folder: Path) -> tuple[ModelFile, ...]:

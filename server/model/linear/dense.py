@@ -121,6 +121,26 @@ class DenseLinear:
         return self.weight
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ClippedLinear(DenseLinear):
+    """Products side by side, each of which holds its inputs and outputs within bounds. heights:
+    output features of each. bounds: `[products, 4]`, as of `LinearSpec.clips`."""
+
+    heights: tuple[int, ...] = ()
+    bounds: torch.Tensor | None = None
+
+    def run(
+        self, x: torch.Tensor, out: torch.Tensor | None = None, way: Way = DEFAULT
+    ) -> torch.Tensor:
+        """Compute the products, as of DenseLinear."""
+        assert self.bounds is not None
+        found = []
+        for weight, bounds in zip(self.weight.split(self.heights), self.bounds, strict=True):
+            low, high, least, most = bounds
+            found.append(functional.linear(x.clamp(low, high), weight).clamp(least, most))
+        return torch.cat(found, dim=-1, out=out)
+
+
 @contextmanager
 def _taken(library: Library) -> Iterator[None]:
     """Let torch take this library, for a while. Both settings are the process's."""

@@ -17,6 +17,10 @@ MXFP4_BLOCK = 32
 MXFP4_TENSORS = ("_blocks", "_scales")
 
 
+# Of a part's inputs and outputs, numbers.
+BOUNDS = ("input_min", "input_max", "output_min", "output_max")
+
+
 class Matrix(NamedTuple):
     """One module with a weight `[out_features, in_features]`."""
 
@@ -91,7 +95,8 @@ class LinearSpec(msgspec.Struct, frozen=True):
     """`x W^T + bias`. role: of its site. parts: modules with the same input, whose rows lie one
     below the other; one part where the checkpoint stores the matrix whole. experts: how many such
     matrices there are, of the same shape; then `stored` says how. transposed: a checkpoint has
-    `[in, out]` of a part that is not quantised."""
+    `[in, out]` of a part that is not quantised. clips: a part's inputs and outputs are held within
+    bounds that a checkpoint has beside it (`BOUNDS`)."""
 
     role: Role
     in_features: int
@@ -101,6 +106,7 @@ class LinearSpec(msgspec.Struct, frozen=True):
     experts: int = 1
     stored: ExpertStorage | None = None
     transposed: bool = False
+    clips: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -138,6 +144,8 @@ class LinearSpec(msgspec.Struct, frozen=True):
             yield f"{part.path}.weight", own[::-1] if self.transposed else own
             if self.bias:
                 yield f"{part.path}.bias", (part.out_features,)
+            for bound in BOUNDS if self.clips else ():
+                yield f"{part.path}.{bound}", ()
 
     def matrices(self) -> Iterator[Matrix]:
         """List modules whose weight is a matrix of its own in the checkpoint, one expert's after

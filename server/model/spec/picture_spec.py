@@ -24,16 +24,20 @@ class PatchSpec(EmbeddingSpec, frozen=True):
     checkpoint has its matrix, `[size, vocab_size]`, as the kernel of a convolution. kernel: shape
     of that but for `size`. bias: of the product. first: the tensor of a row before all patches; ""
     = there is none. positions: of that row and each patch, where every picture has one grid; else a
-    square, between whose vectors a patch's place lies: their corners lie upon the picture's."""
+    square, between whose vectors a patch's place lies: their corners lie upon the picture's.
+    by_axis: positions are two tables, of columns and of rows."""
 
     kernel: tuple[int, ...] = ()
     bias: bool = False
     first: str = ""
+    by_axis: bool = False
 
     def tensors(self) -> Tensors:
         """Names and shapes of what the checkpoint holds."""
         yield self.tensor, (self.size, *self.kernel)
-        yield from tuple(EmbeddingSpec.tensors(self))[1:]
+        for name, shape in tuple(EmbeddingSpec.tensors(self))[1:]:
+            is_table = self.positions is not None and name == self.positions.tensor
+            yield name, (2, *shape) if self.by_axis and is_table else shape
         if self.bias:
             yield f"{self.path}.bias", (self.size,)
         if self.first:
@@ -110,7 +114,10 @@ class PictureSpec(msgspec.Struct, frozen=True):
     height, 2 = width; None = all turn by the position. form: of placeholders. pixels: a side of
     every picture; 0 = the tower takes any. splits: of the frequencies by which a head's features
     turn in the tower, rows have the first, third and so on, and columns the others; else both have
-    the former. joins: layers of the text part that join pictures, as of AttentionSpec.
+    the former. in_halves: the first half of a head's features turns by the column, the second by
+    the row, each as a head of its own. stand_in: the token whose inputs of layers (`LayerInputs`)
+    placeholders have; None = their own. joins: layers of the text part that join pictures, as of
+    AttentionSpec.
     """
 
     tower: ModelSpec
@@ -120,6 +127,8 @@ class PictureSpec(msgspec.Struct, frozen=True):
     form: AnyForm = PictureForm()
     pixels: int = 0
     splits: bool = False
+    in_halves: bool = False
+    stand_in: int | None = None
     joins: Joins = "none"
 
     @property

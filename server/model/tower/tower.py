@@ -146,6 +146,9 @@ class Tower:
         """Add the vectors of a picture's places, also of the rows before the patches of tiles."""
         positions, tile = self._positions, self._spec.form.tile
         assert positions is not None
+        if self._spec.embedding.by_axis:
+            rows, columns = self._ops.places(grid)
+            return hidden + positions[0, columns] + positions[1, rows]
         if not tile:
             return hidden + self._ops.between(positions, grid).to(hidden.dtype)
         by_tile = hidden.unflatten(0, (-1, tile**2))

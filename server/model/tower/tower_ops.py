@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from loraplex.server.model.ops.pointwise import with_values
 from loraplex.server.model.ops.products_torch import TorchProducts
 from loraplex.server.model.ops.rope import cos_sin, inverse_frequencies
 from loraplex.server.model.ops.transfers import to_device
@@ -59,6 +60,15 @@ class Heads(NamedTuple):
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
+
+
+def _by_pairs(qkv: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+    """Order features of heads so that those which turn together lie half a head apart, as they do
+    in each half of it: scores stay. Values stay as they are. qkv: `[..., heads * head_dim]`."""
+    heads = qkv.unflatten(-1, (-1, 2, 2, spec.head_dim // 4))
+    turned = heads.transpose(-3, -2).flatten(-4)
+    behind = spec.q_size + spec.kv_size
+    return torch.cat((turned[..., :behind], qkv[..., behind:]), dim=-1)
 
 
 class TowerOps(TorchProducts):
@@ -119,12 +129,17 @@ class TowerOps(TorchProducts):
         attention = self.attention(0)
         if attention.rope is None:
             return {}
+        places = places.flip(0) if self._spec.in_halves else places
         # Half of the pairs turn by the row, and half by the column.
         inv_freq = inverse_frequencies(attention.rope, attention.head_dim, self._device)
         of_axes = inv_freq[::2], inv_freq[int(self._spec.splits) :: 2]
         by_axis = [cos_sin(axis, own, 1.0) for axis, own in zip(places, of_axes, strict=True)]
         cos, sin = (torch.cat(both, dim=-1) for both in zip(*by_axis, strict=True))
         return {(attention.rope, attention.head_dim): (cos, sin)}
+
+    def places(self, grid: Grid) -> torch.Tensor:
+        """Row and column of each patch of a picture, int64 `[2, patches]`."""
+        return to_device(patch_places(grid, self._spec.merger.side), self._device)
 
     def between(self, table: torch.Tensor, grid: Grid) -> torch.Tensor:
         """Vectors of patches' places, float32 `[patches, hidden]`. table: `[positions, hidden]`."""
@@ -151,8 +166,13 @@ class TowerOps(TorchProducts):
         norm: torch.Tensor | None,
     ) -> Heads:
         """Queries, keys and values of rows, normed and rotated. qkv, norm: as of `Ops.attend`."""
-        turns = plan.turns(rows.within(0))
-        return Heads(rows.begin, *turned_heads(self.attention(layer), qkv, norm, turns))
+        turns, spec = plan.turns(rows.within(0)), self.attention(layer)
+        if spec.norms_values:
+            qkv = with_values(qkv, spec)
+        if self._spec.in_halves:
+            qkv = _by_pairs(qkv, spec)
+            norm = None if norm is None else _by_pairs(norm.flatten(), spec).view_as(norm)
+        return Heads(rows.begin, *turned_heads(spec, qkv, norm, turns))
 
     def attend(
         self, plan: TowerPlan, layer: int, heads: Heads, sights: Sequence[Sight]

@@ -24,7 +24,9 @@ def write_patches(
     # Places of patches, then colours, lines and columns of one.
     by_patch = np.ascontiguousarray(picture.transpose(0, 3, 1, 4, 6, 2, 5))
     found = by_patch.reshape(high * wide, 3, size * size)
-    target = patches.reshape(high * wide, 3, frames, size * size)
+    shape = (frames, size * size, 3) if card.colours_last else (3, frames, size * size)
+    target = patches.reshape(high * wide, *shape)
+    target = np.moveaxis(target, 3, 1) if card.colours_last else target
     levels = _levels(card)
     for first in range(0, high * wide, _BLOCK):
         block = slice(first, first + _BLOCK)

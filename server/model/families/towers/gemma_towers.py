@@ -4,16 +4,42 @@ from collections.abc import Mapping
 from math import isqrt
 from typing import Any
 
+from msgspec.structs import replace
+
 from loraplex.server.model.families import family
 from loraplex.server.model.families.fields import Fields
+from loraplex.server.model.families.readers import gemma
 from loraplex.server.model.families.towers.clip_towers import SIGLIP, clip_parts
-from loraplex.server.model.families.towers.tower_parts import tower
+from loraplex.server.model.families.towers.tower_parts import COLOURS, tower
 from loraplex.server.model.spec.linear_spec import LinearSpec, Part
-from loraplex.server.model.spec.model_spec import ModelSpec, NormSpec
-from loraplex.server.model.spec.picture_spec import MergerSpec, PictureSpec, PoolSpec
+from loraplex.server.model.spec.model_spec import (
+    AttentionSpec,
+    Branch,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    NormSpec,
+    PositionTable,
+    RopeSpec,
+)
+from loraplex.server.model.spec.picture_spec import MergerSpec, PatchSpec, PictureSpec, PoolSpec
 from loraplex.server.protocol import PictureForm
 
-_GEMMA3_TOKEN, _GEMMA3_TOKENS = 262144, 256
+_GEMMA3_TOKEN, _GEMMA3_TOKENS, _GEMMA4_TOKEN = 262144, 256, 258880
+# transformers reads the latter as the former.
+_ROPES = ("axial", "default")
+# Where `config.json` says nothing.
+_GEMMA4: dict[str, Any] = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 12,
+    "head_dim": 64,
+    "pooling_kernel_size": 3,
+    "patch_size": 16,
+    "position_embedding_size": 10240,
+}
 
 
 def read_gemma3(config: Mapping[str, Any], text: ModelSpec, fields: Fields) -> PictureSpec | None:
@@ -45,3 +71,86 @@ def read_gemma3(config: Mapping[str, Any], text: ModelSpec, fields: Fields) -> P
         pixels=parts.pixels,
         joins="all",
     )
+
+
+def read_gemma4(config: Mapping[str, Any], text: ModelSpec, fields: Fields) -> PictureSpec | None:
+    """Gemma 4: an encoder whose rows turn by column and row, with norms around attention and MLP.
+    Squares of patches are averaged. Tokens of a picture see each other in layers with a window,
+    unless the model is small."""
+    token_id = config.get("image_token_id", _GEMMA4_TOKEN)
+    if type(token_id) is not int or not 0 <= token_id < text.vocab_size:
+        return None
+    fields = fields.changed(**{**_GEMMA4, **fields.config})
+    sizes, side = _gemma4_sizes(fields), fields.positive("pooling_kernel_size")
+    positions = PositionTable(
+        "patch_embedder.position_embedding_table", fields.positive("position_embedding_size")
+    )
+    columns = COLOURS * fields.positive("patch_size") ** 2
+    embedding = PatchSpec(
+        "patch_embedder.input_proj",
+        columns,
+        sizes.hidden,
+        positions=positions,
+        kernel=(columns,),
+        by_axis=True,
+    )
+    norm = NormSpec("", sizes.hidden, sizes.epsilon, has_weight=False)
+    tensors = ("std_bias", "std_scale") if fields.config.get("standardize", False) else ("", "")
+    part = Part("embed_vision.embedding_projection", text.hidden_size)
+    merger = MergerSpec(
+        LinearSpec("lm_head", sizes.hidden, (part,), "none"),
+        tied=False,
+        pool=PoolSpec(norm, sizes.hidden**0.5, *tensors),
+        side=side,
+        reads_stream=True,
+    )
+    table = config.get("text_config") or config
+    joins = table.get("use_bidirectional_attention") == "vision"
+    padding = table.get("pad_token_id", 0)
+    return PictureSpec(
+        tower(text, embedding, (_gemma4_layer(fields, sizes),) * sizes.layers, norm, merger, "-"),
+        token_id,
+        form=PictureForm(side=side),
+        in_halves=True,
+        stand_in=padding if text.embedding.inputs is not None else None,
+        joins="windowed" if joins else "none",
+    )
+
+
+def _gemma4_sizes(fields: Fields) -> family.ModelSizes:
+    hidden, inner, layers, heads, head_dim = (
+        fields.positive(key)
+        for key in (
+            *("hidden_size", "intermediate_size", "num_hidden_layers"),
+            *("num_attention_heads", "head_dim"),
+        )
+    )
+    fields.only("num_key_value_heads", heads)
+    if head_dim % 4:
+        fields.refuse(f"head_dim must be a multiple of 4, got {head_dim}")
+    epsilon = fields.number(fields.config, "rms_norm_eps", 1e-6)
+    return family.ModelSizes(
+        1, hidden, inner, layers, heads, heads, head_dim, 1, epsilon, is_sound=True
+    )
+
+
+def _gemma4_layer(fields: Fields, sizes: family.ModelSizes) -> LayerSpec:
+    rope = fields.config.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping) or rope.get("rope_type", "axial") not in _ROPES:
+        fields.refuse(f"rope_parameters must be of type axial, got {rope!r}")
+        rope = {}
+    turns = RopeSpec("default", fields.number(rope, "rope_theta", 100.0))
+    of = family.attention(sizes, turns, scale=1.0, qk_norm=True)
+    (layer,) = gemma.layers_of(fields, sizes, [replace(of, norms_values=True)], offset=0.0)
+    if not fields.config.get("use_clipped_linears", False):
+        return layer
+
+    def clipped(branch: Branch) -> Branch:
+        if isinstance(branch, MlpSpec):
+            gate_up, down = (replace(each, clips=True) for each in (branch.gate_up, branch.down))
+            return replace(branch, gate_up=gate_up, down=down)
+        assert isinstance(branch, AttentionSpec)
+        qkv, o = (replace(each, clips=True) for each in (branch.qkv, branch.o))
+        return replace(branch, qkv=qkv, o=o)
+
+    return layer.mapped(clipped)

@@ -6,7 +6,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from loraplex.server.model.families.fields import Fields
-from loraplex.server.model.families.towers.gemma_towers import read_gemma3
+from loraplex.server.model.families.towers.gemma_towers import read_gemma3, read_gemma4
 from loraplex.server.model.families.towers.llava_towers import (
     read_llava,
     read_llava_next,
@@ -25,6 +25,7 @@ from loraplex.server.model.spec.picture_spec import PictureSpec
 _VISION = "vision_config"
 _READERS: dict[str, ReadPictures] = {
     "gemma3": read_gemma3,
+    "gemma4": read_gemma4,
     "llava": read_llava,
     "llava_next": read_llava_next,
     "mistral3": read_mistral3,

@@ -14,6 +14,8 @@ from torch.nn import functional
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaNextConfig,
@@ -36,6 +38,7 @@ from transformers import (
 )
 
 from loraplex.server.engine.executor import PictureIn
+from loraplex.server.model.tower.geometry import patch_places
 from loraplex.server.protocol import GenerateRequest, PictureSpan, TiledForm, TokenEvent
 from tests.server.engine.harness import make_request
 from tests.server.model.driver import Driver
@@ -146,6 +149,36 @@ def gemma3(**text: Any) -> Gemma3Config:
     )
 
 
+def gemma4(vision: Mapping[str, Any], **text: Any) -> Gemma4Config:
+    """vision: further values of the encoder's."""
+    del text["rope_parameters"]
+    sizes = {key: VISION[key] for key in ("hidden_size", "intermediate_size", "patch_size")}
+    sizes |= {"num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes |= {"head_dim": 12, "pooling_kernel_size": 2, "position_embedding_size": 20}
+    kinds = ["sliding_attention", "full_attention", "full_attention"]
+    inputs = 10 * (not vision.get("standardize"))
+    text |= {
+        "layer_types": kinds[: text["num_hidden_layers"]],
+        "head_dim": 12,
+        "global_head_dim": 20,
+        "sliding_window": 7,
+        "hidden_size_per_layer_input": inputs,
+        "vocab_size_per_layer_input": text["vocab_size"],
+        "use_bidirectional_attention": None if inputs else "vision",
+        "pad_token_id": 0,
+    }
+    return Gemma4Config(
+        text_config=text,
+        vision_config={**sizes, "initializer_range": 0.15, **vision},
+        audio_config=None,
+        image_token_id=TOKEN,
+        video_token_id=VIDEO,
+        audio_token_id=VIDEO + 3,
+        boi_token_id=OPENS,
+        eoi_token_id=CLOSES,
+    )
+
+
 def qwen3(config: Any = Qwen3VLConfig, **text: Any) -> Any:
     vision = {**VISION, "out_hidden_size": text["hidden_size"], "num_position_embeddings": 25}
     vision |= {"deepstack_visual_indexes": [0, 2]}
@@ -176,6 +209,11 @@ def qwen35_moe(**text: Any) -> Any:
 STATEFUL = ("qwen3_5", "qwen3_5_moe")
 KINDS: dict[str, tuple[Any, Any]] = {
     "gemma3": (gemma3, Gemma3ForConditionalGeneration),
+    "gemma4": (partial(gemma4, {"standardize": True}), Gemma4ForConditionalGeneration),
+    "gemma4_small": (
+        partial(gemma4, {"use_clipped_linears": True}),
+        Gemma4ForConditionalGeneration,
+    ),
     "llava": (partial(llava, "default"), LlavaForConditionalGeneration),
     "llava_siglip": (partial(llava, "full", "siglip"), LlavaForConditionalGeneration),
     "llava_full": (partial(llava, "full"), LlavaForConditionalGeneration),
@@ -192,10 +230,27 @@ KINDS: dict[str, tuple[Any, Any]] = {
 }
 
 
+_BUFFERS = {
+    "input_min": (-1.5, -0.5),
+    "input_max": (0.5, 1.5),
+    "output_min": (-1.5, -0.5),
+    "output_max": (0.5, 1.5),
+    "std_bias": (-1.0, 1.0),
+    "std_scale": (0.5, 1.5),
+}
+
+
 def make_pictured(kind: str = "qwen2_5_vl", **text: Any) -> PreTrainedModel:
     """kind: of KINDS."""
     sizes = {**SIZES, "rope_parameters": ROPE, **text}
-    return random_model(*KINDS[kind], **sizes)
+    model = random_model(*KINDS[kind], **sizes)
+    generator = torch.Generator().manual_seed(7)
+    for name, buffer in model.named_buffers():  # of Gemma 4, which transformers makes of no effect
+        *_, last = name.split(".")
+        if last in _BUFFERS:
+            least, most = _BUFFERS[last]
+            buffer.uniform_(least, most, generator=generator)
+    return model
 
 
 class Picture:
@@ -275,7 +330,7 @@ _SQUARES: dict[str, dict[str, Any]] = {
     "square and row of ": {"height": 4, "width": 4, "side": 1, "added": 1},
 }
 # Of those tokens a picture has at most so many.
-_JOINED = 16
+_JOINED = 18
 PICTURES |= {
     before + name: Picture(name + before, frames=1, **sizes)
     for before, sizes in _SQUARES.items()
@@ -297,7 +352,13 @@ PICTURES |= {
     for more, before in enumerate(TILED_KINDS.values())
     for name, size in _SIZES.items()
 }
-BEFORE = SQUARES | ROWS | TILED_KINDS
+
+
+POOLED = {"gemma4": "pooled ", "gemma4_small": "pooled "}
+PICTURES |= {
+    "pooled " + name: Picture("pooled " + name, *size, frames=1) for name, size in _GRIDS.items()
+}
+BEFORE = SQUARES | ROWS | TILED_KINDS | POOLED
 
 
 def text(length: int, seed: int) -> list[int]:
@@ -333,6 +394,18 @@ def padded_inputs(pictures: Sequence[Picture], side: int) -> dict[str, torch.Ten
     return {"pixel_values": torch.stack(pixels), "image_sizes": sizes}
 
 
+def of_gemma4(pictures: Sequence[Picture]) -> dict[str, torch.Tensor]:
+    """Patches, whose order means nothing, and their columns and rows; filled up to the most."""
+    most = max(len(picture.patches) for picture in pictures)
+    pixels, places = list[torch.Tensor](), list[torch.Tensor]()
+    for picture in pictures:
+        of = torch.from_numpy(patch_places(picture.grid, picture.side)).flip(0).T
+        rest = (0, 0, 0, most - len(of))
+        pixels.append(torch.nn.functional.pad(picture.patches / 2 + 0.5, rest))
+        places.append(torch.nn.functional.pad(of, rest, value=-1))
+    return {"pixel_values": torch.stack(pixels), "image_position_ids": torch.stack(places)}
+
+
 @torch.inference_mode()
 def reference(
     model: PreTrainedModel | PeftModel,
@@ -351,6 +424,8 @@ def reference(
             inputs["token_type_ids"] = kinds
         if isinstance(of[0], PaddedPicture):
             inputs |= padded_inputs(of, model.config.vision_config.image_size)
+        elif model.config.model_type == "gemma4":
+            inputs |= {**of_gemma4(of), "mm_token_type_ids": kinds}
         elif of[0].has_breaks:
             sizes = [picture.pixels.shape[1:] for picture in of]
             most = torch.tensor(sizes).amax(0).tolist()

@@ -1,6 +1,7 @@
 """Steps on the scratch row, which is no sequence's: what they launch is warm then."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 # Token counts that between them use every kernel of steps outside graphs.
 _WARM_TOKENS = (3, 40, 300, 600, 2100)
+_JOINED_TOKENS = 40  # of a step whose pictures are joined
 
 
 def run_steps(
@@ -40,6 +42,12 @@ def run_steps(
         token_ids = torch.zeros(decodes + 2, dtype=torch.int64, device=rows.device)
         decoder.forward(token_ids, ops.plan(layout), None)
         torch.cuda.synchronize()  # uploads come round
+    if limits.pictures is not None and limits.pictures.is_joined:
+        tokens = min(most, _JOINED_TOKENS)
+        layout = prompts_of(rows, context, tokens)
+        layout = replace(layout, lasts=layout.positions.cpu().numpy())
+        token_ids = torch.zeros(tokens, dtype=torch.int64, device=rows.device)
+        decoder.forward(token_ids, ops.plan(layout), None)
 
 
 def run_texts(

@@ -70,3 +70,17 @@ SIGLIP = VisionCard(
 GEMMA3 = msgspec.structs.replace(
     SIGLIP, resample=2, crop_size=112, form=PictureForm(side=4, tile=8), around="\n\n"
 )
+
+GEMMA4 = VisionCard(
+    rule="gemma4",
+    patch_size=16,
+    temporal_patch_size=1,
+    form=PictureForm(side=3),
+    mean=(0.5, 0.5, 0.5),
+    std=(0.5, 0.5, 0.5),
+    token_id=258880,
+    before=(255999,),
+    after=(258882,),
+    max_pixels=70 * 48**2,
+    colours_last=True,
+)

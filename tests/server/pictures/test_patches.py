@@ -9,10 +9,16 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image, ImageOps
 from transformers.image_processing_utils import select_best_resolution
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import (
+    Gemma4ImageProcessorPil,
+    get_aspect_ratio_preserving_size,
+)
 from transformers.models.llava_next.image_processing_pil_llava_next import (
     LlavaNextImageProcessorPil,
 )
@@ -20,11 +26,21 @@ from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImag
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
+from loraplex.server.model.tower.geometry import patch_places
 from loraplex.server.protocol import Grid, PictureForm, TiledForm, VisionCard, read_picture_head
 from loraplex.server.worker.pictures.decoding import outcome
 from loraplex.server.worker.pictures.jobs import DecodeJob
 from loraplex.server.worker.pictures.patches import write_patches
-from tests.server.pictures.cards import CLIP, GEMMA3, PIXTRAL, QWEN, QWEN3, SIGLIP, TILED
+from tests.server.pictures.cards import (
+    CLIP,
+    GEMMA3,
+    GEMMA4,
+    PIXTRAL,
+    QWEN,
+    QWEN3,
+    SIGLIP,
+    TILED,
+)
 from tests.server.pictures.files import MODES, written
 
 SMALL = msgspec.structs.replace(QWEN, max_pixels=50000)
@@ -37,6 +53,7 @@ CLIPS = {
     ),
     "siglip": SIGLIP,
     "gemma3": GEMMA3,
+    "gemma4": GEMMA4,
     "part": msgspec.structs.replace(
         CLIP, patch_size=8, shortest_edge=75, crop_size=40, form=PictureForm(tile=5)
     ),
@@ -79,6 +96,8 @@ def expected(data: bytes, card: VisionCard) -> tuple[np.ndarray, tuple[int, ...]
         size = {"longest_edge": card.longest_edge}
         processor: Any = PixtralImageProcessorPil(patch_size=unit, size=size)
         return cut(processor(picture, return_tensors="np")["pixel_values"][0], card)
+    if card.rule == "gemma4":
+        return expected_of_gemma4(picture, card)
     size = {"shortest_edge": card.min_pixels, "longest_edge": card.max_pixels}
     colours: dict[str, Any] = {"image_mean": [*card.mean], "image_std": [*card.std]}
     processor = Qwen2VLImageProcessorPil(size=size, patch_size=card.patch_size, **colours)
@@ -113,6 +132,29 @@ def expected_of_tiles(
     tiles = [cut(tile[:, :seen, :seen], card)[0] for tile in made["pixel_values"][0]]
     best = select_best_resolution(tuple(made["image_sizes"][0]), pinpoints)
     return np.concatenate(tiles), tuple(length // side for length in best)
+
+
+def expected_of_gemma4(
+    picture: Image.Image, card: VisionCard
+) -> tuple[np.ndarray, tuple[int, ...]]:
+    """As the encoder scales what the processor gives."""
+    made = Gemma4ImageProcessorPil(max_soft_tokens=70)(picture, return_tensors="np")
+    places = made["image_position_ids"][0]
+    wide, high = (int(most) + 1 for most in places.max(axis=0))
+    rows, columns = patch_places((1, high, wide), card.form.side)
+    patches = made["pixel_values"][0][rows * wide + columns]
+    assert card.form.tokens((1, high, wide)) == made["num_soft_tokens_per_image"][0]
+    return (2 * (patches - np.float32(0.5))).astype(np.float32), (1, high, wide)
+
+
+@given(st.integers(1, 5000), st.integers(1, 5000), st.sampled_from([70, 280, 1120]))
+def test_sizes_of_gemma4_are_those_of_transformers(width: int, height: int, most: int) -> None:
+    card = msgspec.structs.replace(GEMMA4, max_pixels=most * 48**2)
+    if max(width, height) > 200 * min(width, height):
+        return
+    high, wide = get_aspect_ratio_preserving_size(height, width, 16, most * 9, 3)
+    assert card.grid(width, height) == (1, high // 16, wide // 16)
+    assert high * wide <= card.most_seen_pixels
 
 
 def cut(pixels: np.ndarray, card: VisionCard) -> tuple[np.ndarray, tuple[int, ...]]:

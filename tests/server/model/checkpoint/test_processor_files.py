@@ -226,6 +226,42 @@ def test_gemma_puts_empty_lines_around_pictures(tmp_path: Path) -> None:
         read_vision_card(tmp_path, GEMMA_TOWER, IDS.get)
 
 
+GEMMA4_TOWER = TowerForm(3 * 16 * 16, 258880, PictureForm(side=3))
+GEMMA4_KIND = {
+    "image_processor_type": "Gemma4ImageProcessor",
+    "do_normalize": False,
+    "image_mean": [0.0, 0.0, 0.0],
+    "image_std": [1.0, 1.0, 1.0],
+    "max_soft_tokens": 280,
+    "patch_size": 16,
+    "pooling_kernel_size": 3,
+    "resample": 3,
+}
+
+
+def test_gemma4_has_as_many_tokens_as_a_picture_fills(tmp_path: Path) -> None:
+    card = read_vision_card(written(tmp_path, GEMMA4_KIND), GEMMA4_TOWER, IDS.get)
+    assert (card.mean, card.std, card.colours_last) == ((0.5,) * 3, (0.5,) * 3, True)
+    assert card.grid(640, 480) == (1, 42, 57)
+    assert card.ids(card.grid(640, 480)) == [255999, *[258880] * 266, 258882]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"do_normalize": True}, "do_normalize must be False"),
+        ({"max_soft_tokens": 100}, "max_soft_tokens must be one of"),
+        ({"pooling_kernel_size": 2}, "pooling_kernel_size must be 3"),
+        ({"patch_size": 14}, "do not suit a tower"),
+    ],
+)
+def test_other_steps_of_gemma4_are_refused(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        read_vision_card(written(tmp_path, GEMMA4_KIND | changes), GEMMA4_TOWER, IDS.get)
+
+
 def test_the_nested_file_goes_first(tmp_path: Path) -> None:
     written(tmp_path, KIND | {"max_pixels": 4000})
     written(tmp_path, {"image_processor": KIND | {"max_pixels": 5000}}, "processor_config.json")

@@ -36,6 +36,8 @@ pytestmark = [
         ("fa2", "qwen2_5_vl", 2),
         ("fa2", "qwen3_vl", 3),
         ("fa2", "gemma3", 2),
+        pytest.param("fa2", "gemma4", 2, marks=pytest.mark.exhaustive),
+        pytest.param("fa2", "gemma4_small", 3, marks=pytest.mark.exhaustive),
         pytest.param("fa3", "qwen2_5_vl", 2, marks=pytest.mark.exhaustive),
         pytest.param("fa2", "llava", 2, marks=pytest.mark.exhaustive),
         pytest.param("fa2", "llava_next", 2, marks=pytest.mark.exhaustive),

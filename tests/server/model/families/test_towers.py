@@ -50,6 +50,7 @@ QWEN2 = FAMILIES["qwen2_vl"].config
 LLAVA = FAMILIES["llava"].config
 MISTRAL3 = FAMILIES["mistral3"].config
 GEMMA3 = FAMILIES["gemma3"].config
+GEMMA4 = FAMILIES["gemma4"].config
 CPU = torch.device("cpu")
 
 
@@ -59,6 +60,10 @@ def qwen(vision: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]
 
 def gemma3(vision: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
     return {**GEMMA3, "vision_config": {**GEMMA3["vision_config"], **(vision or {})}, **changes}
+
+
+def gemma4(vision: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    return {**GEMMA4, "vision_config": {**GEMMA4["vision_config"], **(vision or {})}, **changes}
 
 
 def llava(vision: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
@@ -106,6 +111,7 @@ def test_qwen25_of_seven_billion_parameters() -> None:
         ("llava_next", 588, 311.9e6),
         ("mistral3", 588, 439.0e6),
         ("gemma3", 588, 421.3e6),
+        ("gemma4", 768, 576.0e6),
     ],
 )
 def test_towers_without_windows(family: str, columns: int, parameters: float) -> None:
@@ -163,6 +169,10 @@ def qwen3(**vision: Any) -> dict[str, Any]:
         (llava({"hidden_act": "snake"}), "hidden_act must be one of"),
         (llava(projector_hidden_act="snake"), "projector_hidden_act must be one of"),
         (gemma3({"hidden_size": 1000}), "hidden_size must be a multiple of num_attention_heads"),
+        (gemma4({"num_key_value_heads": 4}), "num_key_value_heads must be 16"),
+        (gemma4({"head_dim": 6}), "head_dim must be a multiple of 4"),
+        (gemma4({"rope_parameters": {"rope_type": "yarn"}}), "must be of type axial"),
+        (gemma4({"hidden_activation": "snake"}), "hidden_activation must be one of"),
         (gemma3(mm_tokens_per_image=250), r"mm_tokens_per_image 250: no such square of 64 \* 64"),
         (gemma3(mm_tokens_per_image=900), "mm_tokens_per_image 900"),
         (gemma3(mm_tokens_per_image=None), "mm_tokens_per_image None"),
@@ -202,6 +212,8 @@ def test_refused_by_name(config: dict[str, Any], words: str) -> None:
         llava(vision_feature_select_strategy="other"),
         llava(image_token_index=32064),
         gemma3(image_token_index=262208),
+        gemma4(image_token_id=262144),
+        FAMILIES["gemma4_unified"].config | {"vision_config": {}},
         gemma3({"model_type": "clip_vision_model"}),
     ],
 )
@@ -212,6 +224,15 @@ def test_models_that_read_no_pictures_here(config: dict[str, Any]) -> None:
 def test_which_layers_join_the_tokens_of_a_picture() -> None:
     model = read_model(GEMMA3)
     assert {of.joins_pictures for of in model.attentions.values()} == {True}
+    large, small = GEMMA4, {**GEMMA4["text_config"], "use_bidirectional_attention": None}
+    windowed = read_model(large).attentions.values()
+    assert {(of.window is not None, of.joins_pictures) for of in windowed} == {
+        (True, True),
+        (False, False),
+    }
+    one = read_model({**GEMMA4, "text_config": small})
+    assert one.pictures is not None
+    assert not any(of.joins_pictures for of in one.attentions.values())
     assert not any(of.joins_pictures for of in read_model(LLAVA).attentions.values())
     limits = picture_limits(model, engine_config(Path(), max_step_tokens=8192), 8192)
     assert limits is not None

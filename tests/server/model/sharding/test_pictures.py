@@ -15,7 +15,11 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    "kind", ["qwen2_5_vl", "llava", "llava_next", "mistral3", "qwen3_vl", "qwen3_5", "qwen3_5_moe"]
+    "kind",
+    [
+        *("qwen2_5_vl", "llava", "llava_next", "mistral3", "qwen3_vl", "qwen3_5", "qwen3_5_moe"),
+        *("gemma3", "gemma4", "gemma4_small"),
+    ],
 )
 def test_each_process_reads_every_picture(kind: str, tmp_path: Path) -> None:
     make = partial(GroupDriver, shards=2, meeting=tmp_path / "meeting")

@@ -39,7 +39,7 @@ from loraplex.server.model.tower.tower_plan import (
 from loraplex.server.model.weights import load_tower
 from loraplex.server.protocol import PictureForm
 from tests.server.model.driver import Driver, engine_config
-from tests.server.model.families.pictured import PICTURES, SQUARES, Picture, make_pictured
+from tests.server.model.families.pictured import BEFORE, PICTURES, Picture, make_pictured
 from tests.server.model.families.pictured import llava as llava_config
 from tests.server.model.hub_models import SIZES, random_model, save_model
 
@@ -280,7 +280,7 @@ def test_features_are_those_of_transformers(layer: int, strategy: Any, tmp_path:
 
     model: Any = random_model(config, LlavaForConditionalGeneration, **SIZES)
     read = read_config(save_model(model, tmp_path)).pictures
-    picture = PICTURES[SQUARES["llava"] + "a"]
+    picture = PICTURES[BEFORE["llava"] + "a"]
     assert read is not None
     weights = load_tower(tmp_path, read_config(tmp_path), torch.float32, CPU)
     sites = TowerSites(read.tower, first_layer=3)
@@ -289,7 +289,7 @@ def test_features_are_those_of_transformers(layer: int, strategy: Any, tmp_path:
     assert (found - expected).abs().max() < 1e-4
 
 
-def encoded(tower: Tower, pictures: Sequence[Picture]) -> tuple[torch.Tensor, ...]:
+def encoded(tower: Tower, pictures: Sequence[Picture | TowerInput]) -> tuple[torch.Tensor, ...]:
     """Results of pictures that pass together."""
     work = tower.encode([TowerInput(each.patches, each.grid) for each in pictures])
     while True:
@@ -391,13 +391,13 @@ def test_patches_lie_as_in_transformers(height: int, width: int, window: int) ->
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "llava"])
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "mistral3"])
 def test_pictures_together_and_in_blocks_are_as_alone(kind: str, tmp_path: Path) -> None:
     model = read_config(save_model(make_pictured(kind, num_hidden_layers=3), tmp_path))
     assert model.pictures is not None
     sites = TowerSites(model.pictures.tower, first_layer=3)
     parts = (model.pictures, load_tower(tmp_path, model, torch.float32, CPU), sites, CPU)
-    pictures = [PICTURES[SQUARES.get(kind, "") + name] for name in "aecd"]
+    pictures = [PICTURES[BEFORE.get(kind, "") + name] for name in "aecd"]
     together = encoded(Tower(*parts, 1024), pictures)
     for number, picture in enumerate(pictures):
         for chunk in (1024, 24, 1):

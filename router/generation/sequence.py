@@ -275,8 +275,7 @@ class SequenceRun:
             session, self._session = self._session, None
             if event.error == "adapter_unavailable" and session and self._request.adapter:
                 session.forget(self._request.adapter)
-            alone = session is not None and session.lost_together <= 1
-            self._retry(event.error or "engine_lost", event.message or "it gave up", alone)
+            self._retry(event.error or "engine_lost", event.message or "it gave up")
             return
         if event.token_ids:
             self._end_probation()
@@ -290,14 +289,14 @@ class SequenceRun:
         if self._context.inbox.failed:
             self.stop()
 
-    def _retry(self, code: ErrorCode, message: str, alone: bool = False) -> None:
+    def _retry(self, code: ErrorCode, message: str) -> None:
         """Goes on with another attempt if the error allows one; else fails."""
         self._end_probation()
         if self._accepted and len(self._accepted) >= self._request.sampling.max_tokens:
             self._finish_full()
             return
         context, attempts = self._context, self._attempts
-        step = attempts.failed(code, len(self._accepted), alone)
+        step = attempts.failed(code, len(self._accepted))
         if step == "fail":
             self._fail(SequenceFailed(code, message))
         elif step == "quarantine":

@@ -199,8 +199,6 @@ class WorkerSession:
         self._outbox_filled = asyncio.Event()
         self._closed = False
         self.liveness = Liveness(asyncio.get_running_loop().time())
-        # Sequences that ended together when the engine or the connection was last lost.
-        self.lost_together = 0
 
     @property
     def worker_id(self) -> str:
@@ -271,7 +269,6 @@ class WorkerSession:
         Returns how many sequences there were.
         """
         keys = list(self._live)
-        self.lost_together = sum(self._live[key].sink is not None for key in keys)
         return self._leave(keys, "engine_lost" if self._engine_silent else "unheard", why)
 
     def take_back(self, why: str) -> int:
@@ -399,7 +396,6 @@ class WorkerSession:
 
     def _on_step(self, step: StepEvents) -> None:
         freed = False
-        self.lost_together = sum(event.error == "engine_lost" for event in step.events)
         for event in step.events:
             key = (event.request_id, event.attempt, event.choice)
             live = self._live.get(key)
@@ -436,7 +432,6 @@ class WorkerSession:
     def _break(self, key: SequenceKey, live: _Live, event: TokenEvent) -> None:
         """Ends an attempt whose tokens were lost or repeated on the way; the next one resumes."""
         sink = live.sink
-        self.lost_together = 1
         self.abandon(*key)
         if event.finish is not None:
             self._end(key, live, event)
@@ -490,7 +485,6 @@ class WorkerSession:
         self._closed = True
         self._update_ready()
         live, self._live = self._live, {}
-        self.lost_together = len(live)
         for key, sequence in live.items():
             if sequence.sink is not None:
                 sequence.sink(lost(*key, why))

@@ -1,8 +1,9 @@
 """Decides how a sequence whose worker failed goes on: again, alone, or not at all. Pure.
 
-A worker's death is held against what ran there, but not much: most deaths are nobody's fault. A
-sequence that got on between two deaths caused neither of them. A worker that a router cannot hear
-is held against nothing.
+A worker's death is no verdict on what ran there: most deaths are nobody's fault. A sequence that
+got on between two deaths caused neither of them. One that did not is a suspect. It is tried once
+more, as the only suspect of its router, and convicted if its worker dies then, too. A worker that a
+router cannot hear is held against nothing.
 """
 
 from collections import OrderedDict
@@ -35,10 +36,8 @@ class Attempts:
         self._at = -1
         self._adapter_failures = 0
 
-    def failed(self, code: ErrorCode, accepted: int, alone: bool) -> Step:
-        """Notes that the present attempt ended in `code` after so many accepted tokens in all.
-        alone: no other sequence was lost with it.
-        """
+    def failed(self, code: ErrorCode, accepted: int) -> Step:
+        """Notes that the present attempt ended in `code` after so many accepted tokens in all."""
         self.number += 1
         if code in ("overloaded", "draining"):
             return "later"
@@ -50,12 +49,12 @@ class Attempts:
         self._losses += 1
         if code == "unheard":
             return "again" if self._losses <= MAX_LOSSES else "fail"
-        return self._lost(accepted, alone)
+        return self._lost(accepted)
 
-    def _lost(self, accepted: int, alone: bool) -> Step:
+    def _lost(self, accepted: int) -> Step:
         self._strikes = self._strikes + 1 if accepted == self._at else 1
         self._at = accepted
-        if self._strikes > _SUSPICIOUS or (self._strikes == _SUSPICIOUS and alone):
+        if self._strikes > _SUSPICIOUS:
             return "quarantine"
         if self._losses > MAX_LOSSES:
             return "fail"

@@ -7,31 +7,25 @@ from loraplex.router.policy.placement.attempts import MAX_LOSSES, Attempts, Quar
 from loraplex.server.protocol import ErrorCode
 
 
-def lose(attempts: Attempts, accepted: int, *, alone: bool = False) -> str:
-    return attempts.failed("engine_lost", accepted, alone)
+def lose(attempts: Attempts, accepted: int) -> str:
+    return attempts.failed("engine_lost", accepted)
 
 
-def test_two_deaths_without_a_token_between_them_convict_who_was_alone() -> None:
+def test_a_suspect_is_tried_apart_from_others_before_it_is_convicted() -> None:
     attempts = Attempts()
-    assert lose(attempts, 5, alone=True) == "again"
-    assert lose(attempts, 5, alone=True) == "quarantine"
-
-
-def test_in_a_crowd_a_suspect_is_tried_alone_before_it_is_convicted() -> None:
-    attempts = Attempts()
-    assert [lose(attempts, 0) for _ in range(3)] == ["again", "probe", "quarantine"]
+    assert [lose(attempts, 5) for _ in range(3)] == ["again", "probe", "quarantine"]
 
 
 def test_a_sequence_that_gets_on_is_no_suspect() -> None:
     attempts = Attempts()
-    assert [lose(attempts, n, alone=True) for n in range(3)] == ["again"] * 3
+    assert [lose(attempts, n) for n in range(3)] == ["again"] * 3
 
 
 def test_workers_that_a_router_cannot_hear_convict_nobody() -> None:
     attempts = Attempts()
-    unheard = [attempts.failed("unheard", 0, True) for _ in range(3)]
-    assert [*unheard, lose(attempts, 0, alone=True)] == ["again"] * 4
-    assert lose(attempts, 0, alone=True) == "quarantine"
+    unheard = [attempts.failed("unheard", 0) for _ in range(3)]
+    assert [*unheard, lose(attempts, 0)] == ["again"] * 4
+    assert [lose(attempts, 0) for _ in range(2)] == ["probe", "quarantine"]
 
 
 def test_losses_are_bounded_all_the_same() -> None:
@@ -43,15 +37,15 @@ def test_losses_are_bounded_all_the_same() -> None:
 def test_refusals_cost_nothing_and_other_errors_end_it() -> None:
     attempts = Attempts()
     for _ in range(100):
-        assert attempts.failed("overloaded", 0, False) == "later"
-        assert attempts.failed("draining", 0, False) == "later"
-    assert attempts.failed("internal", 0, False) == "fail"
+        assert attempts.failed("overloaded", 0) == "later"
+        assert attempts.failed("draining", 0) == "later"
+    assert attempts.failed("internal", 0) == "fail"
     assert attempts.number == 201
 
 
 def test_an_adapter_that_cannot_be_brought_is_tried_twice_more() -> None:
     attempts = Attempts()
-    steps = [attempts.failed("adapter_unavailable", 0, True) for _ in range(3)]
+    steps = [attempts.failed("adapter_unavailable", 0) for _ in range(3)]
     assert steps == ["again", "again", "fail"]
 
 
@@ -60,10 +54,10 @@ CODES: st.SearchStrategy[ErrorCode] = st.sampled_from(
 )
 
 
-@given(st.lists(st.tuples(CODES, st.integers(0, 3), st.booleans()), min_size=40, max_size=40))
-def test_whatever_happens_it_ends(history: list[tuple[ErrorCode, int, bool]]) -> None:
+@given(st.lists(st.tuples(CODES, st.integers(0, 3)), min_size=40, max_size=40))
+def test_whatever_happens_it_ends(history: list[tuple[ErrorCode, int]]) -> None:
     attempts = Attempts()
-    steps = [attempts.failed(code, accepted, alone) for code, accepted, alone in history]
+    steps = [attempts.failed(code, accepted) for code, accepted in history]
     assert {"fail", "quarantine"} & set(steps[: MAX_LOSSES + 3])
 
 

@@ -30,13 +30,14 @@ Y = TypeVar("Y")
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted(Generic[L]):
-    """The tokens whose result somebody needs: no others go through what follows the last mixer,
-    which writes no keys, values and states. rows: int64 `[rows]`, ascending, the last of them
-    perhaps several times; lora: of these."""
+class Wanted(Generic[P, L]):
+    """The tokens whose result somebody needs: no others go through what follows the last mixer that
+    writes keys, values or states. rows: int64 `[rows]`, ascending, the last of them perhaps several
+    times; lora: of these. plan: makes theirs, once all before is launched."""
 
     rows: torch.Tensor
     lora: L | None
+    plan: Callable[[], P]
 
 
 class Stream(NamedTuple):
@@ -131,8 +132,9 @@ class Decoder(Generic[P, L, Y]):
     """Decoder of any model that is served. spec: what differs between models, and nothing else
     does. Runs the first layers where weights has fewer.
 
-    mixers: one for each step that has one, in order: it writes keys and values, or states. What
-    lies between two of them is computed at once.
+    mixers: one for each step that has one, in order. What lies between two of them is computed at
+    once. last_writer: the last of these that writes keys and values, or states; those behind read
+    what others wrote.
     """
 
     def __init__(
@@ -151,8 +153,14 @@ class Decoder(Generic[P, L, Y]):
         )
         self._mixing = [n for n, step in enumerate(self._steps) if step.mixer is not None]
         self.mixers = tuple(step.mixer for step in self._steps if step.mixer)
+        writers = (n for n, mixer in enumerate(self.mixers) if not self._reads_others(mixer))
+        self.last_writer = max(writers)
         # As the residual stream holds it: a factor of another precision would round otherwise.
         self._embedding_scale = torch.tensor(spec.embedding.scale, dtype=weights.embed.dtype).item()
+
+    def _reads_others(self, mixer: PreparedMixer) -> bool:
+        attention = self.spec.attentions.get(mixer.layer)
+        return attention is not None and attention.keys_of is not None
 
     def _prepared(
         self, layer: int, spec: StepSpec, weights: StepWeights, sites: Sequence[BranchSites]
@@ -174,12 +182,17 @@ class Decoder(Generic[P, L, Y]):
         rule = (spec.factor * weights.scalar, weights.scalar), spec.reads_last
         return PreparedStep(mixer, tuple(feed_forwards), *norms, *rule, after=weights.after)
 
+    @property
+    def mixes_behind(self) -> bool:
+        """Whether mixers lie behind the last that writes."""
+        return self.last_writer + 1 < len(self.mixers)
+
     def forward(
         self,
         token_ids: torch.Tensor,
         plan: P,
         lora: L | None,
-        wanted: Wanted[L] | None = None,
+        wanted: Wanted[P, L] | None = None,
         meanwhile: Callable[[], None] | None = None,
         pictured: Pictured | None = None,
     ) -> torch.Tensor:
@@ -193,7 +206,8 @@ class Decoder(Generic[P, L, Y]):
             if not len(wanted.rows):
                 return stream.hidden[:0]
             mixed, stream, lora = mixed[wanted.rows], stream.rows(wanted.rows), wanted.lora
-        return self.end(mixed, stream, lora)
+            plan = wanted.plan() if self.mixes_behind else plan
+        return self.end(mixed, stream, lora, plan)
 
     def up_to_end(
         self,
@@ -204,28 +218,32 @@ class Decoder(Generic[P, L, Y]):
         embedded: Embedded | None = None,
         pictured: Pictured | None = None,
     ) -> tuple[torch.Tensor, Stream]:
-        """Compute a step up to the result of the last mixer, behind which nothing writes keys,
-        values and states. Returns that result, and the stream.
+        """Compute a step up to the result of the last mixer that writes. Returns that result, and
+        the stream.
         """
         normed, stream = self.begin(token_ids, plan.positions, lora, embedded, pictured)
-        last = len(self.mixers) - 1
-        for number, mixer in enumerate(self.mixers):
-            if isinstance(mixer.weights, LatentWeights):
-                mixed = self._attend_latents(plan, mixer, mixer.weights, normed, lora)
-            elif self.weights.distances is not None:
-                mixed = self._attend_distances(plan, mixer, self.weights.distances, normed, lora)
-            else:
-                of_each = zip(mixer.weights.linears[:-1], mixer.sites, strict=False)
-                products = [self.ops.linear(normed, linear, lora, site) for linear, site in of_each]
-                mixed = self.mix(plan, number, products)
+        for number in range(self.last_writer + 1):
+            mixed = self._mixed(plan, number, normed, lora)
             if meanwhile is not None:
                 meanwhile()
-            if number < last:
+            if number < self.last_writer:
                 normed, stream = self.after_mixer(number, mixed, stream, lora, normed)
-                if pictured is not None and pictured.reaches(stream.hidden, mixer.layer):
-                    stream = stream._replace(hidden=pictured.onto(stream.hidden, mixer.layer))
+                layer = self.mixers[number].layer
+                if pictured is not None and pictured.reaches(stream.hidden, layer):
+                    stream = stream._replace(hidden=pictured.onto(stream.hidden, layer))
                     normed = self._normed(self._mixing[number + 1], stream.hidden, lora)
         return mixed, stream
+
+    def _mixed(self, plan: P, number: int, normed: torch.Tensor, lora: L | None) -> torch.Tensor:
+        """Compute a mixer's products but the last, and mix. number: in `mixers`."""
+        mixer = self.mixers[number]
+        if isinstance(mixer.weights, LatentWeights):
+            return self._attend_latents(plan, mixer, mixer.weights, normed, lora)
+        if self.weights.distances is not None:
+            return self._attend_distances(plan, mixer, self.weights.distances, normed, lora)
+        of_each = zip(mixer.weights.linears[:-1], mixer.sites, strict=False)
+        products = [self.ops.linear(normed, linear, lora, site) for linear, site in of_each]
+        return self.mix(plan, number, products)
 
     def mix(self, plan: P, number: int, products: Sequence[Y]) -> torch.Tensor:
         """Mix tokens, in one of `mixers`. products: of all its matrices but the last."""
@@ -273,10 +291,16 @@ class Decoder(Generic[P, L, Y]):
         vectors = DistanceProduct(table, linear, (of_others or [of_qkv])[-1])
         return ops.attend_distances(plan, mixer.layer, qkv, vectors, lora)
 
-    def end(self, mixed: torch.Tensor, stream: Stream, lora: L | None) -> torch.Tensor:
-        """Compute from the last mixer to normed hidden states, of any tokens; where the model has
-        a product with these, to that."""
-        normed = self.after_mixer(len(self.mixers) - 1, mixed, stream, lora)[0]
+    def end(
+        self, mixed: torch.Tensor, stream: Stream, lora: L | None, plan: P | None = None
+    ) -> torch.Tensor:
+        """Compute from the last mixer that writes to normed hidden states, of any tokens; where the
+        model has a product with these, to that. plan: of these tokens, where `mixes_behind`."""
+        normed, stream = self.after_mixer(self.last_writer, mixed, stream, lora)
+        for number in range(self.last_writer + 1, len(self.mixers)):
+            assert plan is not None
+            mixed = self._mixed(plan, number, normed, lora)
+            normed, stream = self.after_mixer(number, mixed, stream, lora, normed)
         output = self.weights.output
         return normed if output is None else self._beside(normed, output, lora, "project_out")
 

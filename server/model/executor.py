@@ -387,7 +387,11 @@ class TorchExecutor:
             of_step = (token_ids, layout, token_slots, wanted)
             return self._one_by_one.forward(*of_step, meanwhile)
         ops = self._decoder.ops
-        of_wanted = Wanted(to_device(wanted, self.device), ops.lora(token_slots[wanted]))
+        of_wanted = Wanted(
+            to_device(wanted, self.device),
+            ops.lora(token_slots[wanted]),
+            lambda: ops.plan(layout.of(wanted)),
+        )
         plan, lora = ops.plan(layout), ops.lora(token_slots)
         pictured = self._pictured(step)
         return self._decoder.forward(token_ids, plan, lora, of_wanted, meanwhile, pictured)

@@ -1,8 +1,9 @@
 """CUDA graphs of steps that have prompts, by padded number of tokens.
 
 Where what attention launches depends on its plan, it is launched as it comes, and from one to the
-next lies one graph. What follows the last layer's attention are other graphs (`EndGraphs`). Without
-graphs the host would need longer for a step of few hundred tokens than the device.
+next lies one graph. What follows the last attention that writes are other graphs (`EndGraphs`);
+where further layers attend, it is launched as it comes. Without graphs the host would need longer
+for a step of few hundred tokens than the device.
 """
 
 from collections.abc import Callable
@@ -150,14 +151,17 @@ class TokenGraphs:
             self._attended = attention.attended
         self._pool = torch.cuda.graph_pool_handle()
         self._captured: dict[tuple[int, Reach], _Captured] = {}
-        # Between graphs lie what all layers read; behind the last attention that of the last.
-        layers = len(decoder.weights.layers) if attention is None else 1
+        # Between graphs, and where more layers attend, lies what all read; else that of the last.
+        all_layers = attention is None or decoder.mixes_behind
+        layers = len(decoder.weights.layers) if all_layers else 1
         self._stream = decoder.room(most, layers)
         self._given = self._stream.hidden
         if model.embedding.projection is not None:
             self._given = self._given.new_zeros(most, model.embedding.size)
-        begun = (self._attended_by(-1, most), self._stream)
-        self.ends = EndGraphs(decoder, ops, sizes, begun, self._pool)
+        self._begun = (self._attended_by(decoder.last_writer, most), self._stream)
+        self.ends = None
+        if not decoder.mixes_behind:
+            self.ends = EndGraphs(decoder, ops, sizes, self._begun, self._pool)
 
     def rehearse(self, reach: Reach, example: Callable[[int], StepLayout]) -> None:
         """Run once, outside of any graph, all that the graphs of one family will do; else as
@@ -167,7 +171,8 @@ class TokenGraphs:
             for piece in self._prepared(size, self._lora(size, reach), example):
                 piece()
             torch.cuda.synchronize()  # plans are uploaded from memory that comes round again
-        self.ends.rehearse(reach)
+        if self.ends is not None:
+            self.ends.rehearse(reach)
 
     def capture(self, reach: Reach, example: Callable[[int], StepLayout]) -> None:
         """Capture graphs. One family, largest first so that the others fit in its memory. Others of
@@ -180,7 +185,8 @@ class TokenGraphs:
             for graph in graphs:
                 graph.replay()  # the first time takes longer
             self._captured[size, reach] = _Captured(graphs, lora)
-        self.ends.capture(reach)
+        if self.ends is not None:
+            self.ends.capture(reach)
 
     def takes(self, plan: StepPlan) -> bool:
         if plan.num_tokens > self.sizes[-1]:
@@ -220,7 +226,19 @@ class TokenGraphs:
             self._replay_between(captured.graphs, self._ops.plan(layout), tokens)
         else:
             captured.graphs[0].replay()
-        return self.ends.forward((wanted - first) % tokens, token_slots[wanted])
+        rows, slots = (wanted - first) % tokens, token_slots[wanted]
+        if self.ends is not None:
+            return self.ends.forward(rows, slots)
+        if not len(rows):
+            return self._stream.hidden[:0]
+        return self._end(to_device(rows, self._ops.device), slots, layout.of(wanted))
+
+    def _end(self, rows: torch.Tensor, slots: np.ndarray, layout: StepLayout) -> torch.Tensor:
+        """Compute wanted rows where mixers lie behind the graphs. rows: int64 `[n]`, of what steps
+        left; slots: their adapters'. layout: of these tokens."""
+        attended, stream = self._begun
+        lora, plan = self._ops.lora(slots), self._ops.plan(layout)
+        return self._decoder.end(attended[rows], stream.rows(rows), lora, plan)
 
     def _embed(self, slots: np.ndarray) -> None:
         """Embed tokens before the graph, where the adapters ask for it. slots: int32 `[size]`."""
@@ -305,7 +323,7 @@ class TokenGraphs:
                 stream.hidden.copy_(summed.hidden)
             self._project(normed, number + 1, lora)
 
-        numbers = range(len(decoder.mixers) - 1)
+        numbers = range(decoder.last_writer)
         return [begin, *(partial(follow, number) for number in numbers)]
 
     def _project(self, normed: torch.Tensor, number: int, lora: DeviceLora | None) -> None:

@@ -15,6 +15,7 @@ from loraplex.server.model.latent_weights import LatentWeights
 from loraplex.server.model.linear.experts import MoeWeights
 from loraplex.server.model.linear.linear import Linear
 from loraplex.server.model.lora.sites import BranchSites, Site
+from loraplex.server.model.ops.transfers import to_device
 from loraplex.server.model.spec.latent_spec import LatentSpec
 from loraplex.server.model.spec.model_spec import Activation, AttentionSpec, ModelSpec
 from loraplex.server.model.spec.page_groups import NO_PAGES, PageGroups
@@ -213,6 +214,31 @@ class StepLayout:
         """seq_rows, starts and num_new of the slices behind the decodes."""
         n = self.num_decodes
         return self.seq_rows[n:], self.starts[n:], self.num_new[n:]
+
+    def of(self, tokens: np.ndarray) -> "StepLayout":
+        """Lay out some tokens alone, once the keys and values of all are written. tokens: int64
+        `[n]`, in any order, of the batch. Neighbours of one slice are a slice; a slice of one token
+        is a decode where all before it are.
+        """
+        ends = np.cumsum(self.num_new)
+        slices = np.searchsorted(ends, tokens, side="right")
+        follows = (np.diff(tokens) == 1) & (np.diff(slices) == 0)
+        begins = np.flatnonzero(np.append(True, ~follows))
+        num_new = np.diff(np.append(begins, len(tokens)))
+        first, of = tokens[begins], slices[begins]
+        places = to_device(tokens, self.positions.device)
+        return replace(
+            self,
+            num_decodes=int(np.argmax(np.append(num_new, 2) > 1)),
+            seq_rows=self.seq_rows[of],
+            starts=self.starts[of] + first - (ends - self.num_new)[of],
+            num_new=num_new,
+            token_rows=self.token_rows[places],
+            positions=self.positions[places],
+            saves=_no_saves(),
+            replays=None,
+            turns=None if self.turns is None else self.turns[:, places],
+        )
 
 
 class Positioned(Protocol):

@@ -174,6 +174,35 @@ def test_quantised_experts_each_apart(form: str, tmp_path: Path) -> None:
     driver.close()
 
 
+def test_prompts_end_at_layers_that_read_others_keys(tmp_path: Path) -> None:
+    """Behind these go only tokens whose result somebody needs, of several prompts and decodes."""
+    model = make_model("gemma4-inputs", **SIX)
+    driver = Driver(save_model(model, tmp_path))
+    ops: Any = driver.executor._decoder.ops
+    attend, rows = ops.attend, dict[int, list[int]]()
+
+    def noted(plan: Any, layer: int, qkv: torch.Tensor, *rest: Any) -> torch.Tensor:
+        rows.setdefault(layer, []).append(len(qkv))
+        attended: torch.Tensor = attend(plan, layer, qkv, *rest)
+        return attended
+
+    ops.attend = noted
+    unscored = msgspec.structs.replace(GREEDY, prompt_logprobs=None)
+    plain = [Stream(driver, row, prompt(n, row), sampling=unscored) for row, n in enumerate((9, 4))]
+    generate(driver, plain, 3, 5)
+    assert rows[3] == rows[4] == rows[5]
+    assert sum(rows[2]) == 9 + 4 + 2 * 2
+    assert sum(rows[3]) == 2 * 3
+    for stream in plain:
+        scored = Stream(driver, 2 + stream.row, stream.tokens[: stream.prompt_len], sampling=GREEDY)
+        generate(driver, [scored], 3, 64)
+        assert scored.tokens == stream.tokens
+        assert_parity(model, None, scored)
+        for ours, theirs in zip(stream.logprobs, scored.logprobs, strict=True):
+            assert dict(ours.top) == pytest.approx(dict(theirs.top), abs=1e-4)
+    driver.close()
+
+
 def test_drafts_change_no_answer(tmp_path: Path) -> None:
     model = make_model("gemma4-inputs", **SIX)
     driver = Driver(save_model(model, tmp_path))

@@ -1,7 +1,7 @@
 """`loraplex cache export|import`: compiled kernels as a file, so that a new machine compiles none.
 
 A bundle is a tar file: first what it was made with and of (`Manifest`), then Triton's cache of one
-architecture, and FlashInfer's compiled modules.
+architecture with the timed ways of products, and FlashInfer's compiled modules.
 """
 
 import argparse
@@ -22,8 +22,8 @@ from typing import Any
 
 import msgspec
 
-import loraplex.server.kernels
 from loraplex.adapters.errors import CommandError
+from loraplex.server.kernels.launch.sources import sources_digest
 from loraplex.server.worker.process.device import cuda_devices, torch_build
 
 ABOUT = """\
@@ -188,7 +188,7 @@ def _made(gpu: str) -> BuiltWith:
         gpu=gpu,
         machine=platform.machine(),
         python=f"{sys.version_info.major}.{sys.version_info.minor}",
-        kernels=_kernels(),
+        kernels=sources_digest(),
         torch=build.version if build else None,
         cuda=build.cuda if build else None,
         triton=_version("triton"),
@@ -201,16 +201,6 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _kernels() -> str:
-    """Digest of the sources of the project's kernels."""
-    found = hashlib.sha256()
-    for root in map(Path, loraplex.server.kernels.__path__):
-        for path in sorted(root.rglob("*.py")):
-            source = path.read_bytes()
-            found.update(f"{path.relative_to(root)} {len(source)}\n".encode() + source)
-    return found.hexdigest()[:16]
 
 
 def _hashes(contents: Mapping[str, bytes]) -> dict[str, str]:

@@ -73,6 +73,7 @@ class Machine:
         self.kernel("K80", 80)
         self.put(self.triton / "STUB" / "launcher.so", b"any GPU")
         self.put(self.triton / "STUB" / "lock", b"")
+        self.put(self.triton / "WAYS" / "ways_of_products", b"{}")
         self.put(self.modules / "prefill" / "prefill.so", b"module")
         self.put(self.modules / "prefill" / "build.ninja", b"paths")
         self.put(self.modules / "tmp" / "a.lock", b"")
@@ -102,6 +103,7 @@ def test_what_a_bundle_has_and_where_it_goes(machine: Machine, tmp_path: Path) -
         "triton/K90/f.cubin",
         "triton/K90/f.json",
         "triton/STUB/launcher.so",
+        "triton/WAYS/ways_of_products",
     ]
     again = cache.write(tmp_path / "again", MADE)
     assert again == manifest

@@ -29,6 +29,7 @@ from loraplex.server.model.ops.attention.prompt_attention import (
 )
 from loraplex.server.model.ops.cuda.device_lora import DeviceLora
 from loraplex.server.model.ops.cuda.graph_attention import GraphAttention
+from loraplex.server.model.ops.cuda.kept_choices import KeptChoices
 from loraplex.server.model.ops.cuda.lora_linear import LinearOutput
 from loraplex.server.model.ops.cuda.lora_strategy import NONE_SUMMED, SummedSites
 from loraplex.server.model.ops.cuda.ops_cuda import CudaOps, CudaPlan
@@ -184,8 +185,13 @@ class _Start:
         self.ops.products.load(sizes_up_to(sizes, most_logits), [weights.lm_head])
 
     def measure_products(self) -> None:
+        kept = KeptChoices.of(self.ops.device)
         for sizes, products in self._products():
-            self.ops.products.measure(sizes, products)
+            self.ops.products.measure(sizes, products, kept)
+        try:
+            kept.save()
+        except OSError as error:
+            log.warning("the next start will time products again: %s", error)
 
     def capture(
         self, decoder: CudaDecoder, phases: StartPhases

@@ -143,6 +143,16 @@ def ordinary(rows: Iterable[tuple[str, str]], always: Container[tuple[str, str]]
     ]
 
 
+class NothingKept:
+    """Stands for Triton's cache."""
+
+    def get_file(self, filename: str) -> None:
+        return None
+
+    def put(self, *_: object, **__: object) -> None:
+        return None
+
+
 def replace_graphs(patch: pytest.MonkeyPatch) -> list[int]:
     """Build the GPU path; returns `Pair.graphs`."""
     from loraplex.server.model.graphs import (
@@ -153,6 +163,7 @@ def replace_graphs(patch: pytest.MonkeyPatch) -> list[int]:
         whole_path,
     )
     from loraplex.server.model.ops.cuda import products
+    from loraplex.server.model.ops.cuda.kept_choices import KeptChoices
 
     taken: list[int] = []
 
@@ -202,6 +213,8 @@ def replace_graphs(patch: pytest.MonkeyPatch) -> list[int]:
     patch.setattr(warm_up, "warm_decodes", lambda *_: ())
     patch.setattr(fast_path._Start, "rehearse", lambda *_: None)
     patch.setattr(products, "_times", lambda ways, *_: dict.fromkeys(ways, 1.0))
+    nothing: Any = NothingKept()
+    patch.setattr(KeptChoices, "of", lambda device: KeptChoices(nothing))
 
     patch.setattr(executor_module, "build", _build(fast_path, whole_path))
     return taken

@@ -15,6 +15,7 @@ from loraplex.server.model.linear.dense import DEFAULT, Fixed, Library, Way
 from loraplex.server.model.linear.linear import Linear
 from loraplex.server.model.linear.rounded import RoundedLinear
 from loraplex.server.model.ops.cuda.capture import record
+from loraplex.server.model.ops.cuda.kept_choices import KeptChoices
 
 # Layers that a measurement goes through. With few rows weights are to come from memory as in a
 # step, and kernels to follow each other; with many neither counts, and each takes longer.
@@ -88,20 +89,33 @@ class Products:
                 if linear.bias is not None:  # without `out` another function computes it
                     self.linear(x[:size], linear)
 
-    def measure(self, sizes: Sequence[int], products: Sequence[Sequence[Linear]]) -> None:
-        """Time all ways of the products, and choose the fastest. sizes: numbers of rows. products:
-        for each product of a step that of some layers. Some milliseconds for each way of each;
-        leaves no memory taken.
+    def measure(
+        self,
+        sizes: Sequence[int],
+        products: Sequence[Sequence[Linear]],
+        kept: KeptChoices | None = None,
+    ) -> None:
+        """Choose the fastest ways of the products, by time where no choice is kept. sizes: numbers
+        of rows. products: for each product of a step that of some layers. Some milliseconds for
+        each way of each; leaves no memory taken.
         """
         if self._fixed is not None:
             return
         for size in sizes:
             for layers in products:
-                measured = layers[: _LAYERS if size <= _MANY_ROWS else _LAYERS_OF_MANY]
-                x, y = measured[0].operands(size)
-                operands = (self._inputs(x, measured[0]), y)
-                times = _times(layers[0].ways(size, self._configs), operands, measured)
-                self._choices[size, layers[0].kind] = choose(times, layers[0])
+                kind, ways = layers[0].kind, layers[0].ways(size, self._configs)
+                choice = None if kept is None else _named(kept.find(size, kind), ways)
+                if choice is None:
+                    choice = self._measured(size, layers, ways)
+                    if kept is not None:
+                        kept.keep(size, kind, [repr(choice.alone), repr(choice.beside)])
+                self._choices[size, kind] = choice
+
+    def _measured(self, size: int, layers: Sequence[Linear], ways: Sequence[Way]) -> _Choice:
+        measured = layers[: _LAYERS if size <= _MANY_ROWS else _LAYERS_OF_MANY]
+        x, y = measured[0].operands(size)
+        times = _times(ways, (self._inputs(x, measured[0]), y), measured)
+        return choose(times, layers[0])
 
     def linear(
         self,
@@ -140,6 +154,12 @@ class Products:
         ):
             return rounding[0]
         return linear.inputs(x, self._configs)
+
+
+def _named(names: Sequence[str], ways: Sequence[Way]) -> _Choice | None:
+    """The choice of that name; None where a name is no way's."""
+    found = [way for name in names for way in ways if repr(way) == name]
+    return _Choice(*found) if len(found) == 2 else None
 
 
 def _run(

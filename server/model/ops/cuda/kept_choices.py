@@ -1,0 +1,63 @@
+"""Ways of products that earlier starts on such a device chose, beside Triton's compiled kernels.
+
+A start measures only what is not kept, and chooses as the start before did.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+import triton
+from triton.runtime.cache import CacheManager, get_cache_manager
+
+from loraplex.server.kernels.launch.sources import sources_digest
+
+_FILE = "ways_of_products"  # without an ending: no kernel's
+
+
+class KeptChoices:
+    """Names of ways by number of rows and kind of matrix. A damaged file counts as none."""
+
+    def __init__(self, cache: CacheManager) -> None:
+        self._cache = cache
+        self._found = self._read()
+        self._new: dict[str, list[str]] = {}
+
+    @classmethod
+    def of(cls, device: torch.device) -> "KeptChoices":
+        """Those of GPUs of this name, with the same kernels and libraries."""
+        facts = (
+            torch.cuda.get_device_name(device),
+            torch.__version__,
+            torch.version.cuda,
+            triton.__version__,
+            sources_digest(),
+        )
+        return cls(get_cache_manager(hashlib.sha256(repr(facts).encode()).hexdigest()))
+
+    def find(self, rows: int, kind: tuple[object, ...]) -> list[str]:
+        """The names that were kept; none where there is nothing."""
+        return self._found.get(_key(rows, kind), [])
+
+    def keep(self, rows: int, kind: tuple[object, ...], names: list[str]) -> None:
+        self._new[_key(rows, kind)] = names
+
+    def save(self) -> None:
+        """Write what is new, beside what others have written since. Raises OSError."""
+        if self._new:
+            self._found = {**self._read(), **self._new}
+            self._cache.put(json.dumps(self._found), _FILE, binary=False)
+            self._new = {}
+
+    def _read(self) -> dict[str, list[str]]:
+        path = self._cache.get_file(_FILE)
+        try:
+            found = {} if path is None else json.loads(Path(path).read_text("utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+
+def _key(rows: int, kind: tuple[object, ...]) -> str:
+    return f"{rows} {tuple(kind)!r}"

@@ -1,0 +1,70 @@
+"""Ways of products that one start chose, and the next one takes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from triton import knobs
+from triton.runtime.cache import FileCacheManager
+
+from loraplex.server.kernels.launch.configs import load_configs
+from loraplex.server.model.linear.dense import LIBRARIES, DenseLinear, Way
+from loraplex.server.model.ops.cuda import products
+from loraplex.server.model.ops.cuda.kept_choices import KeptChoices
+from loraplex.server.model.ops.cuda.products import Products
+
+OTHER, THIRD = LIBRARIES[1], LIBRARIES[2]
+
+
+class Starts:
+    """Starts on one machine. measured: numbers of ways that were timed, of each product."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.measured: list[int] = []
+        self.fastest: Way = OTHER
+        patch.setattr(products, "_times", self._times)
+
+    def _times(self, ways: list[Way], *_: object) -> dict[Way, float]:
+        self.measured.append(len(ways))
+        return {way: 0.5 if way == self.fastest else 1.0 for way in ways}
+
+    def start(self, sizes: list[int], *shapes: tuple[int, int]) -> list[Way]:
+        """The ways of each size and shape."""
+        of, kept = Products(load_configs("cpu")), KeptChoices(FileCacheManager("key"))
+        of.measure(sizes, [[DenseLinear(torch.zeros(shape))] for shape in shapes], kept)
+        kept.save()
+        return [of._choices[size, shape].alone for size in sizes for shape in shapes]
+
+
+@pytest.fixture
+def starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Starts:
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+    return Starts(monkeypatch)
+
+
+def test_the_next_start_measures_nothing_again(starts: Starts) -> None:
+    assert starts.start([1, 4], (48, 32)) == [OTHER, OTHER]
+    starts.fastest = THIRD
+    assert starts.start([1, 4], (48, 32)) == [OTHER, OTHER]
+    assert len(starts.measured) == 2
+    assert starts.start([1, 8], (48, 32)) == [OTHER, THIRD]
+    assert starts.start([8, 4, 1], (48, 32)) == [THIRD, OTHER, OTHER]
+    assert len(starts.measured) == 3
+
+
+def test_starts_of_two_models_keep_the_choices_of_both(tmp_path: Path, starts: Starts) -> None:
+    first, second = (KeptChoices(FileCacheManager("key")) for _ in range(2))
+    first.keep(1, (4, 4), ["a", "b"])
+    second.keep(1, (8, 4), ["c", "d"])
+    first.save()
+    second.save()
+    found = KeptChoices(FileCacheManager("key"))
+    assert (found.find(1, (4, 4)), found.find(1, (8, 4))) == (["a", "b"], ["c", "d"])
+    assert found.find(2, (4, 4)) == []
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"1 (48, 32)": ["gone", "gone"]}', "{"])
+def test_what_names_no_way_is_measured(text: str, starts: Starts) -> None:
+    FileCacheManager("key").put(text, "ways_of_products", binary=False)
+    assert starts.start([1], (48, 32)) == [OTHER]
+    assert len(starts.measured) == 1

@@ -26,7 +26,7 @@ class KeptChoices:
 
     @classmethod
     def of(cls, device: torch.device) -> "KeptChoices":
-        """Those of GPUs of this name, with the same kernels and libraries."""
+        """Find what GPUs of this name chose, with the same kernels and libraries."""
         facts = (
             torch.cuda.get_device_name(device),
             torch.__version__,

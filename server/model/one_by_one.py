@@ -5,6 +5,7 @@ not depend on the tokens beside it, on the step that it comes in, or on the slic
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,8 +38,9 @@ class OneByOne:
             one = slice(at, at + 1)
             lora = ops.lora(token_slots[one])
             rows = torch.zeros(int(is_wanted[at]), dtype=torch.int64, device=token_ids.device)
-            context = (ops.plan(own), lora, Wanted(rows, lora), meanwhile)
-            normed = self._decoder.forward(token_ids[one], *context)
+            plan = ops.plan(own)
+            of_wanted = Wanted(rows, lora, partial(ops.plan, own))
+            normed = self._decoder.forward(token_ids[one], plan, lora, of_wanted, meanwhile)
             if is_wanted[at]:
                 found.append(normed)
         return torch.cat(found) if found else normed

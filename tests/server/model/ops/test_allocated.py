@@ -58,8 +58,8 @@ def test_every_family_with_states_is_tried() -> None:
 
 @pytest.mark.parametrize(("name", "devices", "at_load"), sparse(STATES, [1, 2], [None, "fp8"]))
 def test_the_table_is_what_is_allocated(name: str, devices: int, at_load: AtLoad | None) -> None:
-    """Of the first layers, which are of every kind."""
-    whole = served_as(read_model(served_families()[name].config), at_load)
+    """The text part's first layers are of every kind."""
+    whole = served_as(read_model(served_families()[name].config), at_load, picture_memory=0)
     model = sharded(replace(whole, layers=whole.layers[: whole.kinds_within]), devices)
     engine = engine_config(
         Path(), dtype="bfloat16", kv_memory=GIB, max_running=19, max_draft=3, snapshot_memory=GIB

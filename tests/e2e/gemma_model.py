@@ -1,0 +1,196 @@
+"""Tiny random models of Gemma 3 and Gemma 4 with tokenizer, processor file and an adapter, and
+greedy answers of transformers about pictures."""
+
+import io
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from peft import PeftModel
+from PIL import Image, ImageOps
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3Processor,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
+    PreTrainedTokenizerFast,
+)
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+from tests.e2e.picture_model import ADAPTERS, answer_of
+from tests.router.fake_worker import byte_alphabet
+from tests.server.model.hub_models import SIZES, add_adapter, random_model
+
+Kind = Literal["gemma3", "gemma4"]
+ADAPTER = "two"
+END, STARTS, TURN_ENDS, OPENS, CLOSES, IMAGE, VIDEO = range(258, 265)
+_SPECIAL = ("<eos>", "<start_of_turn>", "<end_of_turn>")
+# Tokens around a picture, and of its placeholders.
+_OF_PICTURES = {
+    "gemma3": ("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
+    "gemma4": ("<|image>", "<image|>", "<|image|>"),
+}
+# As Gemma 3 has it, without its checks. Gemma 4's spells a picture by its placeholder.
+_TEMPLATE = (
+    "{% if messages[0]['role'] == 'system' %}"
+    "{% set prefix = messages[0]['content'][0]['text'] + '\n\n' %}"
+    "{% set loop_messages = messages[1:] %}{% else %}"
+    "{% set prefix = '' %}{% set loop_messages = messages %}{% endif %}"
+    "{% for message in loop_messages %}"
+    "{% set role = 'model' if message['role'] == 'assistant' else message['role'] %}"
+    "{{ '<start_of_turn>' + role + '\n' + (prefix if loop.first else '') }}"
+    "{% if message['content'] is string %}{{ message['content'] | trim }}{% else %}"
+    "{% for item in message['content'] %}{% if item['type'] == 'image' %}{{ 'IMAGE' }}"
+    "{% elif item['type'] == 'text' %}{{ item['text'] | trim }}{% endif %}{% endfor %}{% endif %}"
+    "{{ '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+_VISION: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 32,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 32,
+        "patch_size": 4,
+        "initializer_range": 0.15,
+    },
+    "gemma4": {
+        "hidden_size": 32,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "position_embedding_size": 300,
+        "initializer_range": 0.15,
+    },
+}
+_SIDE = {"height": 32, "width": 32}
+
+
+def _tokenizer(kind: Kind) -> Any:
+    """Bytes, and lines that end one behind the other in one token, as Gemma's has them."""
+    vocabulary = {char: byte for byte, char in enumerate(byte_alphabet())}
+    line = byte_alphabet()[10]
+    vocabulary |= {line * 2: 256, line * 3: 257}
+    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[(line, line), (line * 2, line)]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    opens, closes, image = _OF_PICTURES[kind]
+    tokenizer.add_special_tokens([*_SPECIAL, opens, closes, image])
+    made: Any = PreTrainedTokenizerFast
+    names = {"boi_token": opens, "eoi_token": closes, "image_token": image}
+    saved = made(tokenizer_object=tokenizer, eos_token="<eos>", extra_special_tokens=names)
+    saved.chat_template = _TEMPLATE.replace("IMAGE", opens if kind == "gemma3" else image)
+    return saved
+
+
+def _config(kind: Kind, **ignored: Any) -> Gemma3Config | Gemma4Config:
+    windowed, full = "sliding_attention", "full_attention"
+    text: dict[str, Any] = {
+        **SIZES,
+        "vocab_size": VIDEO + 1,
+        "eos_token_id": TURN_ENDS,
+        "max_position_embeddings": 1024,
+        "head_dim": 16,
+        "sliding_window": 24,
+        "layer_types": [windowed, full, full],
+    }
+    if kind == "gemma3":
+        return Gemma3Config(
+            text_config=text | {"query_pre_attn_scalar": 16},
+            vision_config=_VISION[kind],
+            image_token_index=IMAGE,
+            boi_token_index=OPENS,
+            eoi_token_index=CLOSES,
+            mm_tokens_per_image=16,
+        )
+    text |= {"use_bidirectional_attention": "vision", "hidden_size_per_layer_input": 0}
+    return Gemma4Config(
+        text_config=text | {"global_head_dim": 16, "pad_token_id": 0},
+        vision_config=_VISION[kind],
+        audio_config=None,
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        audio_token_id=VIDEO,
+        boi_token_id=OPENS,
+        eoi_token_id=CLOSES,
+    )
+
+
+_MODELS: dict[str, Any] = {
+    "gemma3": Gemma3ForConditionalGeneration,
+    "gemma4": Gemma4ForConditionalGeneration,
+}
+
+
+def save_gemma(folder: Path, kind: Kind) -> None:
+    """Makes `base`, and the adapter in a folder of its name."""
+    base = random_model(partial(_config, kind), _MODELS[kind], 5)
+    base.save_pretrained(folder / "base")
+    _tokenizer(kind).save_pretrained(folder / "base")
+    _processor(kind).save_pretrained(folder / "base")
+    (folder / "base" / "generation_config.json").write_text(json.dumps({"eos_token_id": TURN_ENDS}))
+    made: Any = add_adapter(base, ADAPTER, ADAPTERS[ADAPTER], 1)
+    made.save_pretrained(str(folder), selected_adapters=[ADAPTER])
+
+
+def _processor(kind: Kind) -> Any:
+    if kind == "gemma3":
+        return Gemma3ImageProcessorPil(size=_SIDE)
+    return Gemma4ImageProcessorPil(max_soft_tokens=70)
+
+
+class GemmaOracle:
+    """transformers and PEFT on the saved folder, in float32."""
+
+    def __init__(self, folder: Path, kind: Kind) -> None:
+        self._kind = kind
+        base = _MODELS[kind].from_pretrained(folder / "base", dtype="float32")
+        self.model: Any = PeftModel.from_pretrained(base, folder / ADAPTER, adapter_name=ADAPTER)
+        self.model.train(False)
+        self.tokenizer = _tokenizer(kind)
+        self.processor = _processor(kind)
+
+    def chat(self, content: Sequence[dict[str, Any]]) -> str:
+        """The prompt of a user's message."""
+        messages: Any = [{"role": "user", "content": content}]
+        text = self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        return str(text)
+
+    def _inputs(self, prompt: str, seen: list[Image.Image]) -> dict[str, Any]:
+        if not seen:
+            return {"input_ids": self.tokenizer([prompt], return_tensors="pt")["input_ids"]}
+        if self._kind == "gemma3":
+            whole = Gemma3Processor(self.processor, self.tokenizer, image_seq_length=16)
+            return dict(whole(images=seen, text=prompt, return_tensors="pt"))
+        inputs = dict(self.processor(seen, return_tensors="pt"))
+        opens, closes, image = _OF_PICTURES["gemma4"]
+        pieces = prompt.split(image)
+        for number, count in enumerate(inputs.pop("num_soft_tokens_per_image"), 1):
+            pieces[number] = f"{opens}{image * int(count)}{closes}{pieces[number]}"
+        ids = self.tokenizer(["".join(pieces)], return_tensors="pt")["input_ids"]
+        return {**inputs, "input_ids": ids, "mm_token_type_ids": (ids == IMAGE).long()}
+
+    @torch.inference_mode()
+    def answer(
+        self, prompt: str, files: Sequence[bytes], *, adapted: bool, most: int
+    ) -> tuple[list[int], list[int]]:
+        """Ids of the prompt and of the greedy answer."""
+        seen = [ImageOps.exif_transpose(Image.open(io.BytesIO(data))) for data in files]
+        inputs = self._inputs(prompt, seen)
+        options: dict[str, Any] = {"max_new_tokens": most, "do_sample": False, "pad_token_id": 0}
+        options |= {"bad_words_ids": [[IMAGE], [VIDEO]], **inputs}
+        ids: list[int] = inputs["input_ids"][0].tolist()
+        return ids, answer_of(self.model, ADAPTER if adapted else None, options)

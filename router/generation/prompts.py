@@ -129,17 +129,20 @@ async def _encode_with(
     prompt = await model.turns.run(len(text), lambda: _encode(call, model, text, _PARAM[call.api]))
     if vision is None or not pictures:
         return prompt
-    grids = [picture.grid for picture in pictures]
-    size = len(prompt.ids) + sum(len(vision.ids(grid)) - 1 for grid in grids)
+    # A small file may say that it is large, and is many tokens then.
+    own = await model.turns.run(
+        sum(vision.form.tokens(picture.grid) for picture in pictures),
+        lambda: [vision.ids(picture.grid) for picture in pictures],
+    )
+    size = len(prompt.ids) + sum(map(len, own)) - len(own)
     if _kept(call, model, size) != slice(None):
         message = "a prompt with images is not cut"
         raise RequestError("unsupported", message, param=_PARAM[call.api])
 
     def put() -> tuple[list[int], list[str], list[tuple[int, int]]]:
-        return placed(prompt.ids, prompt.parts, grids, vision)
+        return placed(prompt.ids, prompt.parts, own, vision)
 
     try:
-        # A small file may say that it is large, and is many tokens then.
         ids, parts, places = await model.turns.run(size, put)
     except ValueError as error:
         message = f"{error}: a text spells an image's token, or the chat template leaves images out"

@@ -230,8 +230,7 @@ class VisionCard(msgspec.Struct, frozen=True):
             own = [*[*[self.token_id] * wide, behind] * high][:-1] + [end]
         return [*self.before, *own, *self.after]
 
-    def span_ids(self, grid: Grid) -> tuple[int, list[int]]:
-        """Ids from a picture's first placeholder to its last, and how many come before them."""
-        ids = self.ids(grid)
-        first, behind = ids.index(self.token_id), ids[::-1].index(self.token_id)
-        return first, ids[first : len(ids) - behind]
+    def within(self, ids: list[int]) -> slice:
+        """Which of a picture's ids its span has: from the first placeholder to the last."""
+        behind = ids[::-1].index(self.token_id)
+        return slice(ids.index(self.token_id), len(ids) - behind)

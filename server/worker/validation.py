@@ -144,7 +144,8 @@ def _check_pictures(request: GenerateRequest, vision: VisionCard | None) -> str 
         end = span.start + span.length
         held = request.prompt_ids[span.start : end]
         is_there = span.start >= free and len(held) == span.length
-        if not is_there or held != vision.span_ids(span.grid)[1]:
+        ids = vision.ids(span.grid) if is_there else []
+        if not is_there or held != ids[vision.within(ids)]:
             return f"the prompt has no place for a picture at {span.start}"
         free = end
     return None

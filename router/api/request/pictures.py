@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from loraplex.router.call import Api, GenerationCall, RequestError
-from loraplex.server.protocol import Grid, ModelCard, VisionCard
+from loraplex.server.protocol import ModelCard, VisionCard
 
 MAX_PICTURES = 128
 # LoRAX's form of a picture in a text.
@@ -142,27 +142,26 @@ def spaced(text: str, vision: VisionCard, spot: str) -> str:
 
 
 def placed(
-    ids: Sequence[int], parts: Sequence[str], grids: Sequence[Grid], vision: VisionCard
+    ids: Sequence[int], parts: Sequence[str], pictures: Sequence[list[int]], vision: VisionCard
 ) -> tuple[list[int], list[str], list[tuple[int, int]]]:
-    """Puts each picture's ids where the prompt has its spot. grids: of the pictures, in order.
+    """Puts each picture's ids where the prompt has its spot. pictures: their ids, in order.
     Returns ids, parts (if there are any), and of each picture the place of its first placeholder
     and the length of its span. Raises ValueError when the prompt has other than one spot for each
     picture.
     """
     spots = [i for i, token_id in enumerate(ids) if token_id == vision.spot]
-    if len(spots) != len(grids):
-        raise ValueError(f"the prompt has {len(spots)} places for {len(grids)} images")
+    if len(spots) != len(pictures):
+        raise ValueError(f"the prompt has {len(spots)} places for {len(pictures)} images")
     if vision.spot != vision.token_id and vision.token_id in ids:
         raise ValueError("the prompt has placeholders beside those of its images")
     longer: list[int] = []
     longer_parts: list[str] = []
     spans: list[tuple[int, int]] = []
     begin = 0
-    for spot, grid in zip(spots, grids, strict=True):
+    for spot, own in zip(spots, pictures, strict=True):
         longer += ids[begin:spot]
-        first, within = vision.span_ids(grid)
-        spans.append((len(longer) + first, len(within)))
-        own = vision.ids(grid)
+        within = vision.within(own)
+        spans.append((len(longer) + within.start, within.stop - within.start))
         longer += own
         if parts:
             longer_parts += [*parts[begin : spot + 1], *([""] * (len(own) - 1))]

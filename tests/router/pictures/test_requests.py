@@ -237,7 +237,9 @@ async def test_a_model_that_reads_none_refuses(tmp_path: Path) -> None:
 def test_ids_around_placeholders_come_with_the_picture() -> None:
     form = {"token_id": 9, "spot_id": 7, "before": (5, 5), "after": (6,)}
     vision = msgspec.structs.replace(QWEN, **form)
-    ids, parts, spans = placed([1, 7, 2, 7], [*"abcd"], [(1, 2, 2), (1, 2, 4)], vision)
+    ids, parts, spans = placed(
+        [1, 7, 2, 7], [*"abcd"], [vision.ids((1, 2, 2)), vision.ids((1, 2, 4))], vision
+    )
     assert ids == [1, 5, 5, 9, 6, 2, 5, 5, 9, 9, 6]
     assert parts == ["a", "b", "", "", "", "c", "d", "", "", "", ""]
     assert spans == [(3, 1), (8, 2)]
@@ -246,7 +248,7 @@ def test_ids_around_placeholders_come_with_the_picture() -> None:
 def test_placeholders_of_a_text_are_refused() -> None:
     vision = msgspec.structs.replace(QWEN, token_id=9, spot_id=7)
     with pytest.raises(ValueError, match="beside those of its images"):
-        placed([1, 7, 9], [], [(1, 2, 2)], vision)
+        placed([1, 7, 9], [], [vision.ids((1, 2, 2))], vision)
 
 
 async def test_text_comes_around_pictures_before_the_prompt_is_encoded(tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ GPUS = {
     "windows": ("sm90", 132, "fa3", "qwen2-window"),
     "experts": ("sm90", 132, "fa3", "mixtral"),
     "states": ("sm90", 132, "fa3", "qwen3.5"),
+    "shared": ("sm90", 132, "fa3", "gemma4-inputs"),
 }
 asked: set[str] = set()
 
@@ -91,16 +92,28 @@ def started(folder: Path, gpu: str, patch: pytest.MonkeyPatch) -> Driver:
     for module in (attention_cuda, fast_path):
         patch.setattr(module, "prompt_backend", lambda _: backend)
     configs = read_configs(arch, processors, programmatic_launch=arch == "sm90")
-    patch.setattr(ops_cuda, "load_configs", lambda _: configs)
+    patch.setattr(ops_cuda, "load_configs", lambda *_, **__: configs)
     # Nor need what is no kernel of ours be computed.
     patch.setattr(fake_flashinfer, "_attend", lambda q, *_: torch.zeros_like(q))
     patch.setattr(torch, "mm", lambda x, w, *, out: out.zero_())
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         patch.setattr(owner, name, zeroed(getattr(owner, name)))
-    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
+    sizes: dict[str, Any] = {
+        "hidden_size": 256,
+        "intermediate_size": 384,
+        "head_dim": 64,
+        "num_hidden_layers": 2,
+    }
     if gpu == "states":
         sizes["layer_types"] = ["linear_attention", "full_attention"]
-    model = make_model(variant, num_hidden_layers=2, max_position_embeddings=4096, **sizes)
+    if gpu == "shared":
+        sizes |= {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "global_head_dim": 128,
+        }
+    model = make_model(variant, max_position_embeddings=4096, **sizes)
     save_model(model, folder)
     for slot, adapter in ADAPTERS.items():
         model = add_adapter(model, str(slot), adapter, slot)

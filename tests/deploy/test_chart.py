@@ -410,6 +410,23 @@ def test_each_base_has_workers_and_an_autoscaler_of_its_own() -> None:
     assert any("loraplex_base_wanted" in query for query in queries)
 
 
+def test_pools_of_one_base_share_its_demand() -> None:
+    """All of them see the same requests: each takes its part, by its size."""
+    scaling = {"kind": "keda", "minReplicas": 1, "requestsPerWorker": 12, "queuedPerWorker": 4}
+    pools = [
+        {"name": "large", "autoscaling": {**scaling, "maxReplicas": 6}},
+        {"name": "small", "autoscaling": {**scaling, "maxReplicas": 2}},
+        {"name": "fixed", "replicas": 4, "autoscaling": {"kind": "none"}},
+    ]
+    found = objects_of(render(merged(case("scale-to-zero"), {"pools": pools})))
+    large, small = (
+        [trigger["metadata"]["threshold"] for trigger in scaler["spec"]["triggers"]]
+        for scaler in of_kind(found, "ScaledObject")
+    )
+    assert sorted({*large}) == ["24", "8"]  # of 12 workers it may run six
+    assert sorted({*small}) == ["24", "72"]
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

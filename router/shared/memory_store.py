@@ -123,8 +123,8 @@ class MemoryStore:
             kept = self._logs[log] = deque(kept or (), keep)
         kept.extend(entries)
 
-    async def tail(self, log: str, count: int) -> list[bytes]:
-        return list(islice(reversed(self._logs.get(log, ())), count))
+    async def tails(self, logs: Sequence[str], count: int) -> list[list[bytes]]:
+        return [list(islice(reversed(self._logs.get(log, ())), count)) for log in logs]
 
     async def count(
         self, book: str, amounts: Mapping[str, int], groups: Mapping[str, str], ttl_s: float

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 # For what is large, and nobody's request waits for.
 PATIENCE_S = 2.0
-_SCANNED = 2000  # rows in one answer, or counters of several books
+_SCANNED = 2000  # rows in one answer, counters of several books, entries of several logs
 _ASKED = 1000  # keys of one question
 _STANDING = 5  # numbers that `admit` returns for each subject
 
@@ -177,12 +177,13 @@ class RedisStore:
         if entries:
             await self.link.call(append)
 
-    async def tail(self, log: str, count: int) -> list[bytes]:
-        name = f"{self._prefix}:log:{log}"
-        entries = await self.link.call(
-            lambda: _wait(self._redis.lrange(name, 0, count - 1)), PATIENCE_S
-        )
-        return cast("list[bytes]", entries)
+    async def tails(self, logs: Sequence[str], count: int) -> list[list[bytes]]:
+        sizes = {f"{self._prefix}:log:{log}": count for log in logs}
+        return [
+            entries
+            for some in _parts(sizes, _SCANNED)
+            for entries in await self._of_each("LRANGE", some, 0, count - 1)
+        ]
 
     async def count(
         self, book: str, amounts: Mapping[str, int], groups: Mapping[str, str], ttl_s: float
@@ -201,13 +202,13 @@ class RedisStore:
             found |= zip(some, await self._of_each("HGETALL", some), strict=True)
         return [{k.decode(): int(v) for k, v in found.get(name, {}).items()} for name in names]
 
-    async def _of_each(self, command: str, names: Sequence[str]) -> list[Any]:
+    async def _of_each(self, command: str, names: Sequence[str], *arguments: int) -> list[Any]:
         """Answers of one command for each of some keys, on one way to Redis and back."""
 
         async def ask() -> list[Any]:
             async with self._redis.pipeline(transaction=False) as pipeline:
                 for name in names:
-                    pipeline.execute_command(command, name)
+                    pipeline.execute_command(command, name, *arguments)
                 return await pipeline.execute()
 
         return await self.link.call(ask, PATIENCE_S)

@@ -110,8 +110,8 @@ class Store(Protocol):
 
     async def append(self, log: str, entries: Sequence[bytes], keep: int) -> None: ...
 
-    async def tail(self, log: str, count: int) -> list[bytes]:
-        """Lists a log's entries, the newest first."""
+    async def tails(self, logs: Sequence[str], count: int) -> list[list[bytes]]:
+        """Lists so many entries of each log, the newest first."""
         ...
 
     # Counters, in books of at most MAX_COUNTERS.

@@ -39,7 +39,8 @@ class Audit:
     async def newest(self, count: int) -> list[AuditRecord]:
         """Reads the newest records of all routers. Raises StoreDown."""
         await self.flush()
-        return readable(await self._store.tail(_LOG, count), AuditRecord)
+        (entries,) = await self._store.tails([_LOG], count)
+        return readable(entries, AuditRecord)
 
     async def run(self) -> None:
         while True:

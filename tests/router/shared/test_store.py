@@ -92,11 +92,12 @@ async def test_leases_end_unless_they_are_renewed(store: Store) -> None:
 
 async def test_a_log_keeps_the_newest(store: Store) -> None:
     await store.append("audit", [], 3)
-    assert await store.tail("audit", 10) == []
+    assert await store.tails(["audit"], 10) == [[]]
     await store.append("audit", [b"1", b"2"], 3)
     await store.append("audit", [b"3", b"4"], 3)
-    assert await store.tail("audit", 10) == [b"4", b"3", b"2"]
-    assert await store.tail("audit", 1) == [b"4"]
+    assert await store.tails(["audit"], 10) == [[b"4", b"3", b"2"]]
+    logs = [*(f"empty {i}" for i in range(3000)), "audit"]
+    assert await store.tails(logs, 1) == [*[[]] * 3000, [b"4"]]
 
 
 async def test_counters_add_up_in_a_bounded_book(store: Store) -> None:

@@ -1,7 +1,8 @@
 """The model card: all that a router needs of a base model, read from its folder. No torch."""
 
-from collections.abc import Callable
 from pathlib import Path
+
+from tokenizers import Tokenizer
 
 from loraplex.adapters.chat.conversation import DEFAULT_TEMPLATE
 from loraplex.server.model.advice import Advice, read_advice
@@ -62,9 +63,7 @@ def model_card(
     vectors = vector_form(config, context, sentence, wishes)
     remarks = [f"{GENERATION_FILE}: {remark}" for remark in advice.remarks]
     vision = (
-        None
-        if config.pictures is None
-        else _vision(folder, config.pictures, tokenizer.token_to_id, remarks)
+        None if config.pictures is None else _vision(folder, config.pictures, tokenizer, remarks)
     )
     return ModelCard(
         base_digest=base_digest(folder),
@@ -98,7 +97,7 @@ def model_card(
 def _vision(
     folder: Path,
     pictures: PictureSpec,
-    token_to_id: Callable[[str], int | None],
+    tokenizer: Tokenizer,
     remarks: list[str],
 ) -> VisionCard | None:
     """The way of pictures to the model; None where its files do not say it, with a remark, and
@@ -106,8 +105,13 @@ def _vision(
     if not has_tower(read_shards(folder)):
         return None
     tower = TowerForm(pictures.columns, pictures.token_id, pictures.form, pictures.pixels)
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
     try:
-        return read_vision_card(folder, tower, token_to_id)
+        return read_vision_card(folder, tower, tokenizer.token_to_id, encode)
     except ValueError as error:
         remarks.append(f"{PROCESSOR_FILES[1]}: {error}; images are refused")
         return None

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -242,8 +242,8 @@ class PoolWeights:
 class TowerWeights:
     """Weights of an encoder of pictures. body: `embed` is the matrix of patches, `[hidden,
     columns]`, and `lm_head` the merger's last one. joined, first: the merger's other matrices.
-    bias: of patches. deep: by the tower's layer. pool: as of MergerSpec. newline: a token's vector.
-    None = there is none."""
+    bias: of patches. deep: by the tower's layer. pool, norm: as of MergerSpec. newline: a token's
+    vector. None = there is none."""
 
     body: ModelWeights
     first: Linear | None
@@ -252,6 +252,7 @@ class TowerWeights:
     joined: Linear | None
     pool: PoolWeights | None = None
     newline: torch.Tensor | None = None
+    norm: Norm | None = None
 
     @property
     def products(self) -> tuple[Linear, ...]:
@@ -330,7 +331,9 @@ def load_tower(
     bias = source.get(f"{embedding.path}.bias") if embedding.bias else None
     beside = _load_embedding(source, embedding)
     if embedding.first and beside.positions is not None:
-        beside.positions[0] += source.get(embedding.first)
+        positions = beside.positions.flatten(0, -2)
+        positions[0] += source.get(embedding.first).flatten()
+        beside = replace(beside, positions=positions)
     layers = tuple(_load_layer(source, tower, index) for index in range(tower.num_layers))
     last, norm = source.linear(merger.linear), _norm(source, tower.norm)
     body = ModelWeights(patches, layers, norm, last, {}, beside)
@@ -343,9 +346,10 @@ def load_tower(
     joined, first = (
         None if of is None else source.linear(of) for of in (merger.joined, merger.first)
     )
+    of_token = None if merger.norm is None else _norm(source, merger.norm)
     pool = _load_pool(source, merger.pool)
     newline = source.get(merger.newline) if merger.newline else None
-    return TowerWeights(body, first, bias, deep, joined, pool, newline)
+    return TowerWeights(body, first, bias, deep, joined, pool, newline, of_token)
 
 
 def _load_pool(source: WeightSource, spec: PoolSpec | None) -> PoolWeights | None:
@@ -450,6 +454,8 @@ def _norm(source: WeightSource, spec: NormSpec, layer: int | None = None) -> Nor
         weight = source.mapped(name).float().to(source.device) * spec.factor + spec.offset
     if spec.kind == "rms":
         return RmsNorm(weight, spec.epsilon)
+    if spec.kind == "scale":
+        return LayerNorm(weight, None, spec.epsilon, scales=True)
     weight = weight.to(source.dtype)
     return LayerNorm(weight, source.get(f"{path}.bias") if spec.bias else None, spec.epsilon)
 

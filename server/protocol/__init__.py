@@ -58,9 +58,11 @@ from loraplex.server.protocol.pictures import (
     PatchRule,
     PictureForm,
     PictureSpan,
+    StretchedForm,
     TiledForm,
     VisionCard,
 )
+from loraplex.server.protocol.tile_rule import TileRule
 from loraplex.server.protocol.workers import (
     PROTOCOL_VERSION,
     AdapterPlace,
@@ -120,9 +122,11 @@ __all__ = [
     "RouterHello",
     "SamplingParams",
     "StepEvents",
+    "StretchedForm",
     "ThinkingBudget",
     "TierState",
     "TiledForm",
+    "TileRule",
     "TokenEvent",
     "TokenLogprob",
     "VectorForm",

@@ -13,10 +13,12 @@ Box = tuple[int, int, int, int]
 
 
 class PictureCut(NamedTuple):
-    """A picture resized to `size`, and the boxes that are cut from it."""
+    """A picture resized to `size`, and the boxes that are cut from it. goes_on: what is resized is
+    not the picture, but what the cut before has made of it."""
 
     size: _Size
     boxes: tuple[Box, ...]
+    goes_on: bool = False
 
 
 def whole(size: _Size) -> PictureCut:
@@ -108,3 +110,47 @@ def filling(width: int, height: int, unit: int, most: int) -> _Size:
     if not wide:
         return unit, min(height // width * unit, longest)
     return wide, high
+
+
+def tiles(rows: int, columns: int, side: int, seen: int) -> tuple[Box, ...]:
+    """Boxes of tiles of `side` pixels a side, row by row, of which the first `seen` are taken each
+    way."""
+    corners = ((column * side, row * side) for row in range(rows) for column in range(columns))
+    return tuple((left, top, left + seen, top + seen) for left, top in corners)
+
+
+def with_longest(width: int, height: int, longest: int) -> _Size:
+    """The size whose longer side is `longest`; the other one is an even number, if not less than a
+    pixel."""
+    ratio = width / height
+    if width >= height:
+        high = int(longest / ratio)
+        return longest, max(high + high % 2, 1)
+    wide = int(longest * ratio)
+    return max(wide + wide % 2, 1), longest
+
+
+def in_tiles(width: int, height: int, side: int) -> tuple[int, int]:
+    """Rows and columns of tiles of `side` pixels a side that a picture is stretched to. The longer
+    side decides first."""
+    ratio = width / height
+    if width >= height:
+        columns = -(-width // side)
+        return -(-int(columns * side / ratio) // side), columns
+    rows = -(-height // side)
+    return rows, -(-int(rows * side * ratio) // side)
+
+
+def nearest_tiles(width: int, height: int, side: int, least: int, most: int) -> tuple[int, int]:
+    """Rows and columns of `least` to `most` tiles, as near the picture's shape as may be. Of shapes
+    equally near the later, of more tiles, is taken where the picture has more than half of their
+    pixels."""
+    sizes = range(1, most + 1)
+    shapes = [(c, r) for c in sizes for r in sizes if least <= c * r <= most]
+    nearest, found = math.inf, (1, 1)
+    for columns, rows in sorted(shapes, key=math.prod):
+        off = abs(width / height - columns / rows)
+        is_large = width * height > 0.5 * side * side * columns * rows
+        if off < nearest or (off == nearest and is_large):
+            nearest, found = off, (rows, columns)
+    return found

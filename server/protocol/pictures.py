@@ -1,16 +1,18 @@
 """Pictures of a prompt: where they lie in its tokens, and how many tokens they take. Pure."""
 
 import math
+from itertools import chain
 from typing import Literal
 
 import msgspec
 
 from loraplex.server.protocol import picture_cuts
 from loraplex.server.protocol.picture_cuts import PictureCut
+from loraplex.server.protocol.tile_rule import TileRule
 
 Grid = tuple[int, int, int]
 # The processor by whose rule a picture is resized and cut into patches.
-PatchRule = Literal["qwen2_vl", "clip", "pixtral", "llava_next", "gemma4"]
+PatchRule = Literal["qwen2_vl", "clip", "pixtral", "llava_next", "gemma4", "stretched"]
 # A picture that is so many times longer than wide, or wider than long, is refused.
 _MAX_ASPECT = 200
 
@@ -107,7 +109,35 @@ class TiledForm(PictureForm, frozen=True, kw_only=True, tag="tiled"):
         return max(grids, key=self.patches)
 
 
-AnyForm = PictureForm | TiledForm
+class StretchedForm(PictureForm, frozen=True, tag="stretched"):
+    """Pictures that are stretched to tiles, which a grid counts. Behind several tiles comes all of
+    the picture as one more. added: of each tile."""
+
+    def fits(self, grid: Grid) -> bool:
+        is_whole = min(grid) > 0 and not (grid[1] % self.tile or grid[2] % self.tile)
+        return grid[0] == 1 and is_whole
+
+    def shape(self, grid: Grid) -> tuple[int, int]:
+        """Rows and columns of tiles, but for the one of all of the picture."""
+        return grid[1] // self.tile, grid[2] // self.tile
+
+    def tiles(self, grid: Grid) -> int:
+        """Tiles, all of the picture included."""
+        count = math.prod(self.shape(grid))
+        return count + 1 if count > 1 else 1
+
+    def tokens(self, grid: Grid) -> int:
+        return self.tiles(grid) * (self.tile**2 // self.side**2 + self.added)
+
+    def stack(self, grid: Grid) -> tuple[int, int]:
+        return self.tiles(grid) * self.tile, self.tile
+
+    def largest(self, tokens: int) -> Grid:
+        tiles = tokens // self.tokens((1, self.tile, self.tile)) - 1
+        return 1, self.tile, self.tile * max(tiles, 1)
+
+
+AnyForm = PictureForm | TiledForm | StretchedForm
 
 
 class VisionCard(msgspec.Struct, frozen=True):
@@ -120,13 +150,13 @@ class VisionCard(msgspec.Struct, frozen=True):
     picture; None = the placeholder. opens_id, closes_id: the tokens that a prompt has around it;
     None = there is none. before, after: ids that come around a picture's placeholders. around: text
     that comes on both sides of each spot, before the prompt is encoded. resample: Pillow's number
-    of the filter that resizes. By the rule
-    `clip` the shorter side gets `shortest_edge` pixels (0 = each gets `crop_size`), and the model
-    sees the middle square of `crop_size` pixels a side; by the other both are 0. By
-    the rule `pixtral` neither side has more than `longest_edge` pixels. row_ends: the ids behind
-    each row of placeholders, and behind the last one; None = there are none. By the rule `gemma4` a
-    resized picture has as many pixels as there may be. colours_last: the colours of a pixel stand
-    together in a patch; else the pixels of a colour do.
+    of the filter that resizes. By the rule `clip` the shorter side gets `shortest_edge` pixels (0 =
+    each gets `crop_size`), and the model sees the middle square of `crop_size` pixels a side; by
+    others both are 0. By the rule `pixtral` neither side has more than `longest_edge` pixels.
+    row_ends: the ids behind each row of placeholders, and behind the last one; None = there are
+    none. By the rule `gemma4` a resized picture has as many pixels as there may be. colours_last:
+    the colours of a pixel stand together in a patch; else the pixels of a colour do. tiles: of a
+    StretchedForm.
     """
 
     rule: PatchRule
@@ -150,6 +180,7 @@ class VisionCard(msgspec.Struct, frozen=True):
     longest_edge: int = 0
     row_ends: tuple[int, int] | None = None
     colours_last: bool = False
+    tiles: TileRule | None = None
 
     @property
     def columns(self) -> int:
@@ -178,6 +209,8 @@ class VisionCard(msgspec.Struct, frozen=True):
         if isinstance(self.form, TiledForm):
             patches = self.form.patches(self.form.largest(0))
             return patches * self.patch_size**2
+        if self.tiles is not None:
+            return (self.tiles.most + 1) * self.tiles.size**2
         if self.rule == "clip":
             return self.crop_size**2
         # Sides are multiples of whole tokens.
@@ -193,6 +226,8 @@ class VisionCard(msgspec.Struct, frozen=True):
                 f"a picture of {width} x {height} pixels is more than {_MAX_ASPECT} times longer "
                 "one way than the other"
             )
+        if self.tiles is not None:
+            return self.tiles.cuts(width, height, self.patch_size * self.form.tile)
         side = self.crop_size
         seen, size = side // self.patch_size * self.patch_size, (side, side)
         if isinstance(self.form, TiledForm):
@@ -213,7 +248,11 @@ class VisionCard(msgspec.Struct, frozen=True):
 
     def grid(self, width: int, height: int) -> Grid:
         """Patches of a picture of so many pixels. ValueError: it is too long and thin."""
-        (left, top, right, bottom), *_ = self.cuts(width, height)[0].boxes
+        cuts = self.cuts(width, height)
+        if self.tiles is not None:
+            rows, columns = self.tiles.shape(width, height)
+            return 1, rows * self.form.tile, columns * self.form.tile
+        (left, top, right, bottom), *_ = cuts[0].boxes
         if isinstance(self.form, TiledForm):
             tilings = self.form.tilings
             number = picture_cuts.best_tiling(width, height, self.crop_size, tilings)[0] + 1
@@ -228,6 +267,11 @@ class VisionCard(msgspec.Struct, frozen=True):
             behind, end = self.row_ends
             high, wide = (patches // self.form.side for patches in grid[1:])
             own = [*[*[self.token_id] * wide, behind] * high][:-1] + [end]
+        if isinstance(self.form, StretchedForm) and self.tiles is not None and self.tiles.ids:
+            tiles = self.form.tiles(grid)
+            before = self.tiles.ids_before(*self.form.shape(grid)) if tiles > 1 else [self.before]
+            of_tile = own[: len(own) // tiles]
+            return [*chain.from_iterable([*ids, *of_tile] for ids in before), *self.after]
         return [*self.before, *own, *self.after]
 
     def within(self, ids: list[int]) -> slice:

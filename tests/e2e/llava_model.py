@@ -68,7 +68,9 @@ _CLIP = {**_PIXTRAL, "model_type": "clip_vision_model", "image_size": _SIDE}
 class Kind(NamedTuple):
     """A type of model. tokens: added ones; the second is the placeholder. expand: the text of a
     picture, from what its processor gives and the picture's number. around: the whole processor's
-    file. beside: of the model's configuration."""
+    file. beside: of the model's configuration. text, texts: type of the text part, and what else
+    its configuration says. marked: what stands for a picture that a text marks; "" = the
+    placeholder."""
 
     config: Callable[..., Any]
     model: Any
@@ -79,6 +81,9 @@ class Kind(NamedTuple):
     expand: Callable[[dict[str, Any], int], str]
     around: dict[str, Any] = {}
     beside: dict[str, Any] = {}
+    text: str = "llama"
+    texts: dict[str, Any] = {}
+    marked: str = ""
 
 
 _PADDED = [[_SIDE * high, _SIDE * wide] for high, wide in ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))]
@@ -134,6 +139,7 @@ KINDS = {
         ),
         _rows,
         {"patch_size": _PATCH, "spatial_merge_size": 2},
+        text="mistral",
     ),
 }
 
@@ -142,11 +148,10 @@ def save_llava(folder: Path, kind: Kind) -> None:
     """Makes `base`, and the adapter in a folder of its name."""
 
     def config(**ignored: Any) -> Any:
-        name = "mistral" if kind.config is Mistral3Config else "llama"
         vocab = END + len(kind.tokens)
-        text = {**SIZES, "model_type": name, "vocab_size": vocab, "eos_token_id": END}
+        text = {**SIZES, "model_type": kind.text, "vocab_size": vocab, "eos_token_id": END}
         return kind.config(
-            text_config={**text, "max_position_embeddings": 1024},
+            text_config={**text, "max_position_embeddings": 1024, **kind.texts},
             vision_config=kind.vision,
             image_token_index=IMAGE,
             tie_word_embeddings=False,
@@ -198,6 +203,10 @@ class LlavaOracle:
         for number, part in enumerate(behind):
             before += self._kind.expand(inputs, number) + part
         ids = torch.tensor([self.tokenizer(before, add_special_tokens=False)["input_ids"]])
+        if "image_grid_thw" in inputs:
+            inputs["mm_token_type_ids"] = (ids == IMAGE).long()
+        for name in ("rows", "cols", "num_patches"):  # of the text alone
+            inputs.pop(name, None)
         options: dict[str, Any] = {"max_new_tokens": most, "do_sample": False, "pad_token_id": 0}
         options |= {"bad_words_ids": [[IMAGE]], "input_ids": ids, **inputs}
         return ids[0].tolist(), answer_of(self.model, ADAPTER if adapted else None, options)

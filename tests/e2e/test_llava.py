@@ -1,16 +1,18 @@
-"""Images by HTTP with LLaVA's kin and Mistral 3: answers are as of transformers and PEFT."""
+"""Images by HTTP with LLaVA and others: answers are as of transformers and PEFT, by tokens."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.llava_model import ADAPTER, IMAGE, KINDS, LlavaOracle, save_llava
+from tests.e2e import llava_model, tile_model
+from tests.e2e.llava_model import ADAPTER, IMAGE, LlavaOracle, save_llava
 from tests.e2e.serving import running_folder
 from tests.e2e.test_images import FILES, parts, post
 from tests.router.pictures.seeing import data_url
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.filterwarnings("ignore")]
 TIMEOUT_S, MOST = 240, 12
+KINDS = llava_model.KINDS | tile_model.KINDS
 # transformers takes no placeholder that was drawn.
 BIAS = {str(IMAGE): -100}
 CHATS = [
@@ -27,7 +29,8 @@ CHATS = [
 @pytest.mark.parametrize("kind", KINDS)
 def test_chats_and_markdown_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     save_llava(tmp_path, KINDS[kind])
-    oracle, place = LlavaOracle(tmp_path, KINDS[kind]), KINDS[kind].tokens[1]
+    oracle = LlavaOracle(tmp_path, KINDS[kind])
+    place = KINDS[kind].marked or KINDS[kind].tokens[1]
     with running_folder(tmp_path, [ADAPTER]) as serving:
         for model, content in CHATS:
             sent, read, files = parts(*content)

@@ -9,10 +9,23 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from loraplex.adapters.peft.tokenizer_files import special_tokens
 from loraplex.adapters.violations import shown
 from loraplex.server.model.checkpoint.checkpoint import read_json, read_optional_json
 from loraplex.server.model.checkpoint.model_files import CONFIG_FILE
-from loraplex.server.protocol import AnyForm, PatchRule, TiledForm, VisionCard
+from loraplex.server.model.checkpoint.tile_processors import (
+    TileWords,
+    read_idefics3,
+    read_internvl,
+)
+from loraplex.server.protocol import (
+    AnyForm,
+    PatchRule,
+    PictureForm,
+    StretchedForm,
+    TiledForm,
+    VisionCard,
+)
 
 # The second counts where the first says nothing of pictures.
 FILES = ("processor_config.json", "preprocessor_config.json")
@@ -31,11 +44,12 @@ _CEILING = 1 << 26
 _MEAN = (0.48145466, 0.4578275, 0.40821073)
 _HALF = (0.5, 0.5, 0.5)
 _STD = (0.26862954, 0.26130258, 0.27577711)
-_BILINEAR, _BICUBIC = 2, 3
+_LANCZOS, _BILINEAR, _BICUBIC = 1, 2, 3
 _MOST_RESAMPLE = 5
 
 
 _GEMMA3 = "Gemma3ImageProcessor"
+_INTERNVL = "GotOcr2ImageProcessor"
 
 
 class _Processor(NamedTuple):
@@ -54,10 +68,13 @@ _PROCESSORS = {
     "CLIPImageProcessor": _Processor("clip", crops=True),
     _GEMMA3: _Processor("clip", (_HALF, _HALF), _BILINEAR),
     "Gemma4ImageProcessor": _Processor("gemma4", (_HALF, _HALF), normalises=False),
+    _INTERNVL: _Processor("stretched"),
+    "Idefics3ImageProcessor": _Processor("stretched", (_HALF, _HALF), _LANCZOS),
     "LlavaNextImageProcessor": _Processor("llava_next"),
     "PixtralImageProcessor": _Processor("pixtral"),
     "Qwen2VLImageProcessor": _Processor("qwen2_vl"),
     "SiglipImageProcessor": _Processor("clip", (_HALF, _HALF)),
+    "SmolVLMImageProcessor": _Processor("stretched", (_HALF, _HALF), _LANCZOS),
 }
 _SOFT_TOKENS = (70, 140, 280, 560, 1120)
 # Where CLIP's file says nothing.
@@ -79,6 +96,7 @@ _LONGEST_USUAL = 1024
 _LEAST_LONGEST = 256
 
 TokenToId = Callable[[str], int | None]
+Encode = Callable[[str], list[int]]
 
 
 class TowerForm(NamedTuple):
@@ -91,9 +109,12 @@ class TowerForm(NamedTuple):
     pixels: int = 0
 
 
-def read_vision_card(folder: Path, tower: TowerForm, token_to_id: TokenToId) -> VisionCard:
-    """The way of pictures to a model's tokens. token_to_id: of the tokenizer. Raises ValueError
-    where it is not known, or is another than the tower's.
+def read_vision_card(
+    folder: Path, tower: TowerForm, token_to_id: TokenToId, encode: Encode = lambda text: []
+) -> VisionCard:
+    """The way of pictures to a model's tokens. token_to_id, encode: of the tokenizer, which puts
+    nothing around a text; StretchedForms alone need `encode`. Raises ValueError where it is not
+    known, or is another than the tower's.
     """
     given = _given(folder)
     processor = _PROCESSORS.get(_kind(given))
@@ -114,7 +135,10 @@ def read_vision_card(folder: Path, tower: TowerForm, token_to_id: TokenToId) -> 
         raise ValueError(f"resample must be a filter of Pillow, got {shown(resample)}")
     if not all(std):
         raise ValueError(f"image_std is out of range: {std}")
-    sizes = _sizes(given, tower, folder, token_to_id)
+    if isinstance(tower.form, StretchedForm) and processor.rule == "stretched":
+        sizes = _of_stretched(given, tower, folder, encode)
+    else:
+        sizes = _sizes(given, tower, folder, token_to_id)
     card = VisionCard(
         rule=processor.rule,
         resample=resample,
@@ -136,7 +160,8 @@ def _sizes(
 ) -> dict[str, Any]:
     """Fields of a VisionCard that not all rules have."""
     rule = _PROCESSORS[_kind(given)].rule
-    if (rule == "llava_next") is not isinstance(tower.form, TiledForm):
+    form = {"llava_next": TiledForm, "stretched": StretchedForm}.get(rule, PictureForm)
+    if type(tower.form) is not form:
         raise ValueError(f"{_KIND} {shown(given[_KIND])} does not suit the tower")
     if isinstance(tower.form, TiledForm):
         return _of_tiles(given, tower, tower.form)
@@ -147,6 +172,19 @@ def _sizes(
     if rule == "gemma4":
         return _of_gemma4(given, tower, folder)
     return _of_qwen2(given, tower, folder)
+
+
+def _of_stretched(
+    given: Mapping[str, Any], tower: TowerForm, folder: Path, encode: Encode
+) -> dict[str, Any]:
+    """Fields of a VisionCard by the rule `stretched`."""
+    named = special_tokens(read_optional_json(folder / "tokenizer_config.json"))
+    words = TileWords(read_optional_json(folder / FILES[0]), named, encode)
+    if _kind(given) == _INTERNVL:
+        found = read_internvl(given, tower.form, tower.pixels, words)
+    else:
+        found = read_idefics3(given, tower.form, tower.pixels, tower.token_id, words)
+    return {"patch_size": math.isqrt(tower.columns // 3), "temporal_patch_size": 1, **found}
 
 
 def _of_qwen2(given: Mapping[str, Any], tower: TowerForm, folder: Path) -> dict[str, Any]:

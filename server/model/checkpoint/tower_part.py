@@ -13,12 +13,14 @@ from loraplex.server.model.checkpoint.checkpoint import (
 )
 
 _TOWER = re.compile(
-    r"(?:model\.)?(?:(?:visual|vision_tower)\.(?:vision_model\.)?"
-    r"|(?=(?:multi_modal_projector|embed_vision)\.|image_newline))(?P<rest>.+)"
+    r"(?:model\.)?(?:(?:visual|vision_tower)\.(?:vision_model\.)?|vision_model\."
+    r"|(?=(?:multi_modal_projector|embed_vision|connector)\.|image_newline))(?P<rest>.+)"
 )
-# Gemma's matrices and tables without a module of their own.
-_BARE = re.compile(r"(?:mm_input_projection|position_embedding_table)$")
-_BLOCKS = re.compile(r"(?:blocks|(?:encoder|transformer)\.layers)\.(?=[0-9])")
+# Parameters without a module of their own, which a ModelSpec has as weights of one.
+_BARE = re.compile(
+    r"(?:mm_input_projection|position_embedding_table|position_embeddings|lambda_[12])$"
+)
+_BLOCKS = re.compile(r"(?:blocks|(?:encoder|transformer)\.layers?)\.(?=[0-9])")
 
 
 def tower_name(stored: str) -> str | None:

@@ -13,11 +13,13 @@ class RmsNorm(NamedTuple):
 
 
 class LayerNorm(NamedTuple):
-    """A LayerNorm. weight, bias: `[features]`."""
+    """A LayerNorm. weight, bias: `[features]`. scales: features are multiplied with the weight
+    alone, and nothing is normed."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
     epsilon: float
+    scales: bool = False
 
 
 Norm = RmsNorm | LayerNorm

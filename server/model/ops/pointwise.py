@@ -10,6 +10,8 @@ from loraplex.server.model.weights import LayerNorm, RmsNorm
 
 def layer_norm(x: torch.Tensor, norm: LayerNorm) -> torch.Tensor:
     """LayerNorm over the last dimension: `[..., features]` -> the same."""
+    if norm.scales:
+        return x * norm.weight
     return functional.layer_norm(x, (x.shape[-1],), norm.weight, norm.bias, norm.epsilon)
 
 

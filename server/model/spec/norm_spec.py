@@ -6,15 +6,16 @@ import msgspec
 
 from loraplex.server.model.spec.linear_spec import Tensors
 
-NormKind = Literal["rms", "layer"]
+NormKind = Literal["rms", "layer", "scale"]
 
 
 class NormSpec(msgspec.Struct, frozen=True):
     """A norm over `size` features. path: its module. offset: added to the stored weight at load, as
     Gemma stores the weight less one. kind: by the root of the mean square, or LayerNorm, which
-    takes the mean away before. bias: of a LayerNorm. has_weight: False = a norm without.
-    factor: of the stored weight. name: of its tensor in the module. heads: of a norm over each head
-    whose weight is each head's own; 0 = all features share one."""
+    takes the mean away before; a scale is the weight alone, in place of a norm. bias: of a
+    LayerNorm. has_weight: False = a norm without. factor: of the stored weight. name: of its tensor
+    in the module. heads: of a norm over each head whose weight is each head's own; 0 = all features
+    share one."""
 
     path: str
     size: int

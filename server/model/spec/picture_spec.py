@@ -25,23 +25,28 @@ class PatchSpec(EmbeddingSpec, frozen=True):
     of that but for `size`. bias: of the product. first: the tensor of a row before all patches; ""
     = there is none. positions: of that row and each patch, where every picture has one grid; else a
     square, between whose vectors a patch's place lies: their corners lie upon the picture's.
-    by_axis: positions are two tables, of columns and of rows."""
+    by_axis: positions are two tables, of columns and of rows. by_fraction: a patch's row and column
+    there are fractions of the tile's side, as float32 rounds them. is_batched: the checkpoint has
+    `first` and `positions` as those of a batch of one."""
 
     kernel: tuple[int, ...] = ()
     bias: bool = False
     first: str = ""
     by_axis: bool = False
+    by_fraction: bool = False
+    is_batched: bool = False
 
     def tensors(self) -> Tensors:
         """Names and shapes of what the checkpoint holds."""
         yield self.tensor, (self.size, *self.kernel)
         for name, shape in tuple(EmbeddingSpec.tensors(self))[1:]:
             is_table = self.positions is not None and name == self.positions.tensor
-            yield name, (2, *shape) if self.by_axis and is_table else shape
+            before = (2,) if self.by_axis else (1,) if self.is_batched else ()
+            yield name, (*before, *shape) if is_table else shape
         if self.bias:
             yield f"{self.path}.bias", (self.size,)
         if self.first:
-            yield self.first, (self.size,)
+            yield self.first, (1, 1, self.size) if self.is_batched else (self.size,)
 
 
 class DeepMergerSpec(msgspec.Struct, frozen=True):
@@ -74,14 +79,15 @@ class PoolSpec(msgspec.Struct, frozen=True):
 class MergerSpec(HeadSpec, frozen=True, kw_only=True):
     """A head that makes one token of `side * side` normed patches: `linear(activation(first(x)))`
     of their features one behind the other, or of what `pool` makes of them. first: None =
-    `linear(x)`. reads_stream: patches are as the last layer leaves them, without a norm. skipped:
-    rows before those of patches that make no token. joined: a product before `first`; the features
-    of a token's patches come one by one there, each of all patches. newline: the tensor of a token
-    behind each line of a TiledForm; "" = there is none. deep: mergers of earlier layers, in their
-    order."""
+    `linear(x)`. norm: of all features of a token's patches together. reads_stream: patches are as
+    the last layer leaves them, without a norm. skipped: rows before those of patches that make no
+    token. joined: a product before `first`; the features of a token's patches come one by one
+    there, each of all patches. newline: the tensor of a token behind each line of a TiledForm; "" =
+    there is none. deep: mergers of earlier layers, in their order."""
 
     first: LinearSpec | None = None
     pool: PoolSpec | None = None
+    norm: NormSpec | None = None
     activation: Activation = "gelu"
     side: int = 2
     reads_stream: bool = False
@@ -102,6 +108,8 @@ class MergerSpec(HeadSpec, frozen=True, kw_only=True):
             yield from self.pool.tensors()
         if self.newline:
             yield self.newline, (self.linear.out_features,)
+        if self.norm is not None:
+            yield from self.norm.tensors()
         for each in self.deep:
             yield from each.norm.tensors()
 

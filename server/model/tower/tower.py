@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterator, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.nn import functional
 
@@ -119,6 +120,8 @@ class Tower:
         if joined is not None:
             by_feature = by_token.unflatten(1, (merger.side**2, -1)).transpose(1, 2).flatten(1)
             by_token = self._ops.linear(by_feature, joined, of_tokens, self._sites.mergers[0])
+        if self._weights.norm is not None:
+            by_token = self._ops.norm(by_token, self._weights.norm)
         result = self._merged(by_token, linears, mergers, of_tokens)
         split: tuple[torch.Tensor, ...] = torch.cat((result, *deep), dim=1).split(tokens)
         newline, grids = self._weights.newline, (each.grid for each in pictures)
@@ -217,9 +220,23 @@ class Tower:
 
 
 def _by_patch(pictures: PictureSpec, table: torch.Tensor | None) -> torch.Tensor | None:
-    """Vectors of positions in the order of patches, where every picture has one grid."""
-    side, tile = pictures.form.side, pictures.form.tile
-    if table is None or not tile or side == 1:
+    """Vectors of positions in the order of patches, where every tile has one grid. table: row by
+    row."""
+    tile = pictures.form.tile
+    if table is None or not tile:
         return table
-    row, column = patch_places((1, tile, tile), side)
-    return table[torch.from_numpy(row * tile + column).to(table.device)]
+    before = len(table) - tile**2
+    row, column = patch_places((1, tile, tile), pictures.form.side)
+    if pictures.embedding.by_fraction:
+        of_each = _fraction_places(tile)
+        row, column = of_each[row], of_each[column]
+    places = torch.from_numpy(before + row * tile + column).to(table.device)
+    return torch.cat((table[:before], table[places]))
+
+
+def _fraction_places(side: int) -> np.ndarray:
+    """Rows of a table that rows of as many patches take, int64 `[side]`: how many fractions of the
+    whole a patch's own reaches, as torch's float32 has them."""
+    bounds = torch.arange(1 / side, 1.0, 1 / side)
+    fractions = torch.arange(side, dtype=torch.float32) * (1.0 / torch.tensor(side))
+    return torch.bucketize(fractions.clamp(max=1.0 - 1e-6), bounds, right=True).numpy()

@@ -61,9 +61,10 @@ def _pixels(job: DecodeJob, card: VisionCard) -> bytes:
     width, height = picture.size
     if max(width, height) < 1 or card.grid(width, height) != job.grid:
         _differs(picture.size)
-    tiles = list[bytes]()
+    tiles, resized = list[bytes](), picture
     for cut in card.cuts(width, height):
-        resized = picture.resize(cut.size, Image.Resampling(card.resample))
+        source = resized if cut.goes_on else picture
+        resized = source.resize(cut.size, Image.Resampling(card.resample))
         tiles += (resized.crop(box).tobytes() for box in cut.boxes)
     return b"".join(tiles)
 

@@ -41,7 +41,7 @@ def clip_parts(fields: Fields, encoder: str) -> EncoderParts:
     """
     fields = fields.changed(**{**_USUAL[encoder], **fields.config})
     has_row = encoder == CLIP
-    sizes = _clip_sizes(fields, is_whole=has_row)
+    sizes = clip_sizes(fields, is_whole=has_row)
     pixels, patch = fields.positive("image_size"), fields.positive("patch_size")
     colours = fields.positive("num_channels", COLOURS)
     rows = has_row + (pixels // patch) ** 2
@@ -67,8 +67,8 @@ def clip_parts(fields: Fields, encoder: str) -> EncoderParts:
     )
 
 
-def _clip_sizes(fields: Fields, *, is_whole: bool) -> family.ModelSizes:
-    """is_whole: a picture must have no pixels beside those of its patches."""
+def clip_sizes(fields: Fields, *, is_whole: bool) -> family.ModelSizes:
+    """Read an encoder's sizes. is_whole: a tile must have no pixels beside those of its patches."""
     hidden, inner, layers, heads = (
         fields.positive(key)
         for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")

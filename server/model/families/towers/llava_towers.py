@@ -1,4 +1,4 @@
-"""LLaVA and Mistral 3: encoders whose layer is made tokens of by a projector. Pure."""
+"""LLaVA and its kin: encoders whose layer is made tokens of by a projector. Pure."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,19 +8,28 @@ from msgspec.structs import replace
 from loraplex.server.model.families import family
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.families.towers.clip_towers import CLIP, SIGLIP, clip_parts
+from loraplex.server.model.families.towers.intern_towers import intern_parts
 from loraplex.server.model.families.towers.pixtral_towers import PIXTRAL, pixtral_parts
 from loraplex.server.model.families.towers.tower_parts import EncoderParts, products, tower
 from loraplex.server.model.spec.linear_spec import LinearSpec, Part
 from loraplex.server.model.spec.model_spec import ModelSpec, NormSpec
 from loraplex.server.model.spec.picture_spec import MergerSpec, PictureSpec
-from loraplex.server.protocol import PictureForm, TiledForm
+from loraplex.server.protocol import PictureForm, StretchedForm, TiledForm
 
 # Rows of an encoder's layer that become tokens: all of them, or those behind the first.
 _FULL, _BEHIND = "full", "default"
 _STRATEGIES = {CLIP: (_BEHIND, _FULL), SIGLIP: (_FULL,), PIXTRAL: (_FULL,)}
-_LLAVA_TOKEN, _MISTRAL3_TOKEN = 32000, 10
+_LLAVA_TOKEN, _MISTRAL3_TOKEN, _IDEFICS3_TOKEN, _INTERNVL_TOKEN = 32000, 10, 128257, 151667
 # Of LLaVA-NeXT, where `config.json` says nothing.
 _PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
+_IDEFICS3: dict[str, Any] = {
+    "hidden_size": 1152,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "patch_size": 32,
+}
+# torch's own, of a LayerNorm.
+_EPSILON = 1e-5
 _PROJECTOR = "multi_modal_projector"
 
 
@@ -89,6 +98,66 @@ def read_mistral3(config: Mapping[str, Any], text: ModelSpec, fields: Fields) ->
     norm = NormSpec(f"{_PROJECTOR}.norm", hidden, text.norm.epsilon)
     model = _tower(parts, layer, norm, merger, text, fields)
     return PictureSpec(model, token_id, form=PictureForm(side), splits=parts.splits)
+
+
+def read_idefics3(config: Mapping[str, Any], text: ModelSpec, fields: Fields) -> PictureSpec | None:
+    """Idefics3 and SmolVLM: SigLIP's encoder of tiles. Normed patches of a square become a token by
+    one product.
+    """
+    token_id = _token(config, text, _IDEFICS3_TOKEN)
+    if token_id is None:
+        return None
+    parts = clip_parts(fields.changed(**{**_IDEFICS3, **fields.config}), SIGLIP)
+    side = fields.changed(**config).positive("scale_factor", 2)
+    _check_side(side, parts, "scale_factor", fields)
+    part = Part("connector.modality_projection.proj", text.hidden_size)
+    product = LinearSpec("lm_head", parts.sizes.hidden * side**2, (part,), "none")
+    parts = parts._replace(embedding=replace(parts.embedding, by_fraction=True))
+    norm = family.layer_norm("post_layernorm", parts.sizes)
+    merger = MergerSpec(product, tied=False, side=side)
+    model = _tower(parts, parts.sizes.layers, norm, merger, text, fields)
+    form = StretchedForm(side=side, tile=parts.tile)
+    return PictureSpec(model, token_id, form=form, pixels=parts.pixels)
+
+
+def read_internvl(config: Mapping[str, Any], text: ModelSpec, fields: Fields) -> PictureSpec | None:
+    """InternVL: an encoder of tiles with a row before the patches. A square of patches becomes a
+    token by a norm and two products.
+    """
+    token_id, layer = _token(config, text, _INTERNVL_TOKEN), _feature_layer(config, -1)
+    strategy = config.get("vision_feature_select_strategy", _BEHIND)
+    if token_id is None or layer is None or strategy != _BEHIND:
+        return None
+    parts = intern_parts(fields)
+    beside = fields.changed(**config)
+    side = int(1 / beside.number(config, "downsample_ratio", 0.5))
+    _check_side(side, parts, "downsample_ratio", fields)
+    merged = parts.sizes.hidden * side**2
+    names = (f"{_PROJECTOR}.linear_1", f"{_PROJECTOR}.linear_2")
+    first, last = products(text, names, merged, text.hidden_size)
+    key = "projector_hidden_act"
+    merger = MergerSpec(
+        last,
+        tied=False,
+        first=first,
+        norm=NormSpec(f"{_PROJECTOR}.layer_norm", merged, _EPSILON, kind="layer", bias=True),
+        activation=family.read_activation(fields, key, config.get(key, "gelu")),
+        side=side,
+        reads_stream=layer != -1 or fields.config.get("use_mean_pooling") is not False,
+        skipped=1,
+    )
+    norm = family.layer_norm("layernorm", parts.sizes)
+    if merger.reads_stream:
+        norm = replace(norm, has_weight=False, bias=False)
+    model = _tower(parts, layer, norm, merger, text, fields)
+    form = StretchedForm(side=side, tile=parts.tile)
+    return PictureSpec(model, token_id, form=form, pixels=parts.pixels)
+
+
+def _check_side(side: int, parts: EncoderParts, key: str, fields: Fields) -> None:
+    """Check that squares of patches fill a tile."""
+    if side < 1 or parts.tile % side:
+        fields.refuse(f"{key}: squares of {side} * {side} patches do not fill {parts.tile}")
 
 
 def _token(config: Mapping[str, Any], text: ModelSpec, usual: int) -> int | None:

@@ -8,6 +8,8 @@ from msgspec.structs import replace
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.families.towers.gemma_towers import read_gemma3, read_gemma4
 from loraplex.server.model.families.towers.llava_towers import (
+    read_idefics3,
+    read_internvl,
     read_llava,
     read_llava_next,
     read_mistral3,
@@ -26,6 +28,8 @@ _VISION = "vision_config"
 _READERS: dict[str, ReadPictures] = {
     "gemma3": read_gemma3,
     "gemma4": read_gemma4,
+    "idefics3": read_idefics3,
+    "internvl": read_internvl,
     "llava": read_llava,
     "llava_next": read_llava_next,
     "mistral3": read_mistral3,
@@ -35,6 +39,7 @@ _READERS: dict[str, ReadPictures] = {
     "qwen3_5_moe": read_qwen35,
     "qwen3_vl": read_qwen3,
     "qwen3_vl_moe": read_qwen3,
+    "smolvlm": read_idefics3,
 }
 
 

@@ -16,6 +16,10 @@ from transformers import (
     Gemma3ForConditionalGeneration,
     Gemma4Config,
     Gemma4ForConditionalGeneration,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+    InternVLConfig,
+    InternVLForConditionalGeneration,
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaNextConfig,
@@ -35,6 +39,8 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
     Qwen3VLMoeConfig,
     Qwen3VLMoeForConditionalGeneration,
+    SmolVLMConfig,
+    SmolVLMForConditionalGeneration,
 )
 
 from loraplex.server.engine.executor import PictureIn
@@ -62,8 +68,8 @@ VISION: dict[str, Any] = {
 }
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 LORA: dict[str, Any] = {
-    "one": {"r": 3, "target_modules": r".*language_model.*(q_proj|v_proj)"},
-    "two": {"r": 4, "lora_alpha": 4, "target_modules": r".*language_model.*_proj(_[a-z]+)?"},
+    "one": {"r": 3, "target_modules": r".*(language|text)_model.*(q_proj|v_proj)"},
+    "two": {"r": 4, "lora_alpha": 4, "target_modules": r".*(language|text)_model.*_proj(_[a-z]+)?"},
 }
 _TIMEOUT_S = 60.0
 
@@ -206,6 +212,19 @@ def qwen35_moe(**text: Any) -> Any:
     return qwen35(Qwen3_5MoeConfig, **text, **experts, shared_expert_intermediate_size=40)
 
 
+def tiled(config: Any, vision: dict[str, Any], **text: Any) -> Any:
+    """A tile has four by four patches, and more pixels than those of its patches."""
+    text |= {"model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    own = {key: VISION[key] for key in ("hidden_size", "intermediate_size", "initializer_range")}
+    own |= {"num_hidden_layers": 3, "num_attention_heads": 2, "patch_size": PATCH, **vision}
+    ids = {"image_token_id": TOKEN, "tie_word_embeddings": False}
+    return config(text_config=text, vision_config=own, **ids)
+
+
+_UNEVEN = {"image_size": 4 * PATCH + 1}
+_INTERN = {"image_size": 4 * PATCH, "layer_scale_init_value": 0.7, "attention_bias": True}
+# Of InternVL, as transformers makes them.
+_ZEROS = ("cls_token", "position_embeddings", "lambda_1", "lambda_2")
 STATEFUL = ("qwen3_5", "qwen3_5_moe")
 KINDS: dict[str, tuple[Any, Any]] = {
     "gemma3": (gemma3, Gemma3ForConditionalGeneration),
@@ -214,6 +233,8 @@ KINDS: dict[str, tuple[Any, Any]] = {
         partial(gemma4, {"use_clipped_linears": True}),
         Gemma4ForConditionalGeneration,
     ),
+    "idefics3": (partial(tiled, Idefics3Config, _UNEVEN), Idefics3ForConditionalGeneration),
+    "internvl": (partial(tiled, InternVLConfig, _INTERN), InternVLForConditionalGeneration),
     "llava": (partial(llava, "default"), LlavaForConditionalGeneration),
     "llava_siglip": (partial(llava, "full", "siglip"), LlavaForConditionalGeneration),
     "llava_full": (partial(llava, "full"), LlavaForConditionalGeneration),
@@ -227,6 +248,7 @@ KINDS: dict[str, tuple[Any, Any]] = {
     "qwen3_5_moe": (qwen35_moe, Qwen3_5MoeForConditionalGeneration),
     "qwen3_vl": (qwen3, Qwen3VLForConditionalGeneration),
     "qwen3_vl_moe": (qwen3_moe, Qwen3VLMoeForConditionalGeneration),
+    "smolvlm": (partial(tiled, SmolVLMConfig, _UNEVEN), SmolVLMForConditionalGeneration),
 }
 
 
@@ -250,6 +272,10 @@ def make_pictured(kind: str = "qwen2_5_vl", **text: Any) -> PreTrainedModel:
         if last in _BUFFERS:
             least, most = _BUFFERS[last]
             buffer.uniform_(least, most, generator=generator)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(_ZEROS):
+                parameter.add_(torch.randn_like(parameter) * 0.3)
     return model
 
 
@@ -315,6 +341,28 @@ class PaddedPicture(Picture):
         return cut.permute(0, 3, 1, 4, 2, 5).flatten(2, 3).flatten(3)
 
 
+class StretchedPicture(Picture):
+    """A picture of tiles of four by four patches, and all of it behind several. has_breaks: a
+    further token stands before each but the first."""
+
+    def __init__(self, name: str, rows: int, columns: int, has_breaks: bool) -> None:
+        self.count = rows * columns + (rows * columns > 1)
+        super().__init__(name, 4 * self.count, 4, frames=1)
+        self.grid, self.has_breaks = (1, 4 * rows, 4 * columns), False
+        before = [BREAK] * has_breaks
+        self._ids = ([*before, *[TOKEN] * 4] * self.count)[len(before) :]
+
+    @property
+    def ids(self) -> list[int]:
+        return self._ids
+
+    @property
+    def tiles(self) -> torch.Tensor:
+        """What patches were cut from: `[tiles, 3, side, side]`."""
+        cut = self.patches.view(self.count, 2, 2, 2, 2, 3, PATCH, PATCH)
+        return cut.permute(0, 5, 1, 3, 6, 2, 4, 7).reshape(self.count, 3, 4 * PATCH, 4 * PATCH)
+
+
 _GRIDS = {"a": (6, 10), "b": (8, 4), "c": (2, 2), "d": (4, 16), "e": (12, 6)}
 PICTURES = {name: Picture(name, *size) for name, size in _GRIDS.items()}
 # Beginnings of names, of kinds that read other pictures.
@@ -358,7 +406,18 @@ POOLED = {"gemma4": "pooled ", "gemma4_small": "pooled "}
 PICTURES |= {
     "pooled " + name: Picture("pooled " + name, *size, frames=1) for name, size in _GRIDS.items()
 }
-BEFORE = SQUARES | ROWS | TILED_KINDS | POOLED
+_SHAPES = {"a": (1, 2), "b": (1, 1), "c": (1, 1), "d": (2, 1), "e": (2, 2)}
+STRETCHED = {
+    "internvl": "stretched tiles of ",
+    "idefics3": "named tiles of ",
+    "smolvlm": "named tiles of ",
+}
+PICTURES |= {
+    before + name: StretchedPicture(name + before, *shape, has_breaks=bool(number))
+    for number, before in enumerate(dict.fromkeys(STRETCHED.values()))
+    for name, shape in _SHAPES.items()
+}
+BEFORE = SQUARES | ROWS | TILED_KINDS | POOLED | STRETCHED
 
 
 def text(length: int, seed: int) -> list[int]:
@@ -406,6 +465,56 @@ def of_gemma4(pictures: Sequence[Picture]) -> dict[str, torch.Tensor]:
     return {"pixel_values": torch.stack(pixels), "image_position_ids": torch.stack(places)}
 
 
+def tiles_of(pictures: Sequence[Picture], pixels: int | tuple[int, int]) -> torch.Tensor:
+    """As transformers' models take them. pixels: a side of a tile, of Idefics3's kin; else both."""
+    tiles = torch.cat(
+        [picture.tiles for picture in pictures if isinstance(picture, StretchedPicture)]
+    )
+    if not isinstance(pixels, int):
+        return tiles
+    beyond = pixels - tiles.shape[-1]
+    return torch.nn.functional.pad(tiles, (0, beyond, 0, beyond))[None]
+
+
+def picture_inputs(config: Any, request: GenerateRequest, count: int) -> dict[str, Any]:
+    """Inputs of transformers for a request's pictures. count: tokens."""
+    of = [PICTURES[span.picture] for span in request.pictures]
+    inputs = dict[str, Any]()
+    kinds = torch.zeros(1, count, dtype=torch.int64)
+    for span in request.pictures:
+        kinds[0, span.start : span.start + span.length] = 1
+    if config.model_type == "gemma3":
+        inputs["token_type_ids"] = kinds
+    if isinstance(of[0], PaddedPicture):
+        inputs |= padded_inputs(of, config.vision_config.image_size)
+    elif config.model_type == "gemma4":
+        inputs |= {**of_gemma4(of), "mm_token_type_ids": kinds}
+    elif isinstance(of[0], StretchedPicture):
+        inputs["pixel_values"] = tiles_of(of, config.vision_config.image_size)
+    elif of[0].has_breaks:
+        sizes = [picture.pixels.shape[1:] for picture in of]
+        most = torch.tensor(sizes).amax(0).tolist()
+        inputs["image_sizes"] = torch.tensor(sizes)
+        inputs["pixel_values"] = torch.stack(
+            [
+                functional.pad(p.pixels, (0, most[1] - wide, 0, most[0] - high))
+                for p, (high, wide) in zip(of, sizes, strict=True)
+            ]
+        )
+    elif of[0].frames == 1:
+        side = config.vision_config.image_size
+        beside = (0, side - of[0].pixels.shape[2], 0, side - of[0].pixels.shape[1])
+        pixels = torch.stack([picture.pixels for picture in of])
+        inputs["pixel_values"] = functional.pad(pixels, beside)
+    else:
+        inputs |= {
+            "pixel_values": torch.cat([picture.patches for picture in of]),
+            "image_grid_thw": torch.tensor([picture.grid for picture in of]),
+            "mm_token_type_ids": kinds,
+        }
+    return inputs
+
+
 @torch.inference_mode()
 def reference(
     model: PreTrainedModel | PeftModel,
@@ -416,37 +525,7 @@ def reference(
     """Log-softmax after every token, float32 `[tokens, vocab]`."""
     inputs: dict[str, Any] = {"input_ids": torch.tensor([ids])}
     if request.pictures:
-        of = [PICTURES[span.picture] for span in request.pictures]
-        kinds = torch.zeros_like(inputs["input_ids"])
-        for span in request.pictures:
-            kinds[0, span.start : span.start + span.length] = 1
-        if model.config.model_type == "gemma3":
-            inputs["token_type_ids"] = kinds
-        if isinstance(of[0], PaddedPicture):
-            inputs |= padded_inputs(of, model.config.vision_config.image_size)
-        elif model.config.model_type == "gemma4":
-            inputs |= {**of_gemma4(of), "mm_token_type_ids": kinds}
-        elif of[0].has_breaks:
-            sizes = [picture.pixels.shape[1:] for picture in of]
-            most = torch.tensor(sizes).amax(0).tolist()
-            inputs["image_sizes"] = torch.tensor(sizes)
-            inputs["pixel_values"] = torch.stack(
-                [
-                    functional.pad(p.pixels, (0, most[1] - wide, 0, most[0] - high))
-                    for p, (high, wide) in zip(of, sizes, strict=True)
-                ]
-            )
-        elif of[0].frames == 1:
-            side = model.config.vision_config.image_size
-            beside = (0, side - of[0].pixels.shape[2], 0, side - of[0].pixels.shape[1])
-            pixels = torch.stack([picture.pixels for picture in of])
-            inputs["pixel_values"] = functional.pad(pixels, beside)
-        else:
-            inputs |= {
-                "pixel_values": torch.cat([picture.patches for picture in of]),
-                "image_grid_thw": torch.tensor([picture.grid for picture in of]),
-                "mm_token_type_ids": kinds,
-            }
+        inputs |= picture_inputs(model.config, request, len(ids))
     if isinstance(model, PeftModel):
         if adapter is None:
             with model.disable_adapter():

@@ -79,6 +79,11 @@ def mistral3(vision: dict[str, Any] | None = None, **changes: Any) -> dict[str, 
     return {**MISTRAL3, "vision_config": vision, **changes}
 
 
+def known(family: str, vision: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    config = FAMILIES[family].config
+    return {**config, "vision_config": {**config["vision_config"], **(vision or {})}, **changes}
+
+
 def parameters_of_tower(model: ModelSpec) -> float:
     text = msgspec.structs.replace(model, pictures=None)
     whole, rest = (weights_bytes(each, "bfloat16", packed=False) for each in (model, text))
@@ -112,6 +117,9 @@ def test_qwen25_of_seven_billion_parameters() -> None:
         ("mistral3", 588, 439.0e6),
         ("gemma3", 588, 421.3e6),
         ("gemma4", 768, 576.0e6),
+        ("idefics3", 588, 431.8e6),
+        ("smolvlm", 588, 434.2e6),
+        ("internvl", 588, 331.6e6),
     ],
 )
 def test_towers_without_windows(family: str, columns: int, parameters: float) -> None:
@@ -168,6 +176,17 @@ def qwen3(**vision: Any) -> dict[str, Any]:
         (llava({"image_size": 337}), "image_size must be a multiple of patch_size"),
         (llava({"hidden_act": "snake"}), "hidden_act must be one of"),
         (llava(projector_hidden_act="snake"), "projector_hidden_act must be one of"),
+        (known("idefics3", scale_factor=3), r"squares of 3 \* 3 patches do not fill 26"),
+        (known("smolvlm", scale_factor=0), "scale_factor must be a positive integer"),
+        (known("internvl", downsample_ratio=0.3), r"squares of 3 \* 3 patches do not fill 32"),
+        (known("internvl", downsample_ratio=2.0), r"squares of 0 \* 0 patches do not fill 32"),
+        (known("internvl", vision_feature_layer=25), "no layer of 24 is vision_feature_layer 25"),
+        (known("internvl", {"norm_type": "batch"}), 'norm_type must be "layer_norm"'),
+        (known("internvl", {"image_size": [448, 224]}), "image_size must be a positive integer"),
+        (
+            known("internvl", {"use_absolute_position_embeddings": False}),
+            "use_absolute_position_embeddings must be true",
+        ),
         (gemma3({"hidden_size": 1000}), "hidden_size must be a multiple of num_attention_heads"),
         (gemma4({"num_key_value_heads": 4}), "num_key_value_heads must be 16"),
         (gemma4({"head_dim": 6}), "head_dim must be a multiple of 4"),
@@ -211,6 +230,9 @@ def test_refused_by_name(config: dict[str, Any], words: str) -> None:
         llava(vision_feature_layer=[-2, -1]),
         llava(vision_feature_select_strategy="other"),
         llava(image_token_index=32064),
+        known("idefics3", image_token_id=128259),
+        known("internvl", vision_feature_select_strategy="full"),
+        known("internvl", vision_feature_layer=[-1, -2]),
         gemma3(image_token_index=262208),
         gemma4(image_token_id=262144),
         FAMILIES["gemma4_unified"].config | {"vision_config": {}},

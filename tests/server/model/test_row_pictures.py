@@ -25,3 +25,11 @@ def test_results_lie_at_placeholders_alone(step: int) -> None:
     assert at == np.flatnonzero(np.array(ROWS) == TOKEN).tolist()
     assert rows == [28, 29, 30, 31, 8, 9, 20]
     assert (own.end, own.offset) == (11, 0)
+
+
+@pytest.mark.parametrize("step", range(1, 13))
+def test_tokens_of_a_joined_picture_see_all_of_it(step: int) -> None:
+    own, found = RowPictures(OF, ROWS, FLAT), list[int]()
+    for start in range(0, len(ROWS), step):
+        found += own.lasts(start, min(step, len(ROWS) - start)).tolist()
+    assert found == [0, *[8] * 8, 9, 10, 11]

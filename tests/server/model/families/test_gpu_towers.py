@@ -15,6 +15,7 @@ from loraplex.launcher.known_models import served_families
 from loraplex.server.model.checkpoint.checkpoint import read_config
 from loraplex.server.model.lora.sites import TowerSites
 from loraplex.server.model.spec.picture_spec import PictureSpec
+from loraplex.server.model.tower.geometry import patch_places
 from loraplex.server.model.tower.tower import Tower, TowerInput
 from loraplex.server.model.weights import load_tower
 from loraplex.server.protocol import Grid
@@ -73,10 +74,25 @@ def of_patches(patches: torch.Tensor, grid: Grid, config: Any) -> Inputs:
     return {"pixel_values": patches, "image_grid_thw": torch.tensor([grid])}
 
 
+def of_squares(patches: torch.Tensor, grid: Grid, config: Any) -> Inputs:
+    high, wide = grid[1:]
+    side = round((high * wide / config.mm_tokens_per_image) ** 0.5)
+    return {"pixel_values": pixels(patches, high, wide, side, config.vision_config.patch_size)}
+
+
+def of_places(patches: torch.Tensor, grid: Grid, config: Any) -> Inputs:
+    """Patches as the processor gives them, and the column and row of each."""
+    places = patch_places(grid, config.vision_config.pooling_kernel_size)
+    columns_first = torch.from_numpy(places).flip(0).T
+    return {"pixel_values": patches[None] / 2 + 0.5, "image_position_ids": columns_first[None]}
+
+
 _QWEN_IDS = {"image_token_id": 5, "video_token_id": 6}
 _QWEN_IDS |= {"vision_start_token_id": 7, "vision_end_token_id": 8}
 _QWEN = {"depth": LAYERS}
 KINDS = {
+    "gemma3": Kind((1, 64, 64), of_squares),
+    "gemma4": Kind((1, 42, 57), of_places, ids={"image_token_id": 5}),
     "llava": Kind((1, 24, 24), of_one_size),
     "llava_next": Kind((3, 48, 40), of_tiles),
     "mistral3": Kind((1, 40, 62), of_rows),
@@ -104,6 +120,8 @@ def made(name: str, kind: Kind) -> Any:
         for parameter_name, parameter in model.named_parameters():
             if "norm" in parameter_name or "ln_" in parameter_name:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+            if "projection_weight" in parameter_name:  # which transformers makes of zeros
+                parameter.normal_(std=0.03)
     return model.train(False)
 
 
@@ -132,7 +150,7 @@ def test_the_error_is_that_of_transformers(name: str, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(1)
     shape = (pictures.form.patches(kind.grid), pictures.columns)
     # Exact in bfloat16, so that all read the same pixels.
-    patches = torch.randn(shape, generator=generator).bfloat16().float().to(DEVICE)
+    patches = (torch.randint(-64, 65, shape, generator=generator) / 64).to(DEVICE)
     inputs = {n: x.to(DEVICE) for n, x in kind.inputs(patches, kind.grid, model.config).items()}
     exact = by_transformers(cast(model, torch.float32), inputs)
     halved = inputs | {"pixel_values": inputs["pixel_values"].bfloat16()}

@@ -106,7 +106,8 @@ def assert_same(kind: Kind, data: bytes) -> None:
     np.testing.assert_array_equal(patches, wanted)
     assert FORM.fits(grid)
     assert (FORM.tiles(grid), FORM.patches(grid)) == (len(tiles), len(patches))
-    ids, _, ((start, length),) = placed([7, kind.token_id, 8], [], [grid], kind.card)
+    own = kind.card.ids(grid)
+    ids, _, ((start, length),) = placed([7, kind.token_id, 8], [], [own], kind.card)
     assert ids == [7, *kind.tokenizer(text, add_special_tokens=False)["input_ids"], 8]
     assert ids[start] == ids[start + length - 1] == kind.token_id
     assert ids.count(kind.token_id) == FORM.tokens(grid)

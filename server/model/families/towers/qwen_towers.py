@@ -243,12 +243,14 @@ def _tower(fields: Fields, encoder: _Encoder, text: ModelSpec) -> ModelSpec:
 
 def _axes(
     config: Mapping[str, Any], text: ModelSpec, fields: Fields, kind: _Kind
-) -> tuple[int, ...]:
+) -> tuple[int, ...] | None:
+    attention = next(iter(text.attentions.values()), None)
+    if attention is None:
+        return None
     inner = config.get("text_config") or config
     tables = (inner.get(key) for key in _ROPES)
     table = next((table for table in tables if isinstance(table, Mapping)), {})
     sections = table.get("mrope_section", [*kind.sections])
-    attention = next(iter(text.attentions.values()))
     turned = None if attention.rope is None else attention.rope.rotary_dim
     pairs = (turned or attention.head_dim) // 2
     known = isinstance(sections, list) and all(type(n) is int and n >= 0 for n in sections)

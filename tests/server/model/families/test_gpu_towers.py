@@ -34,12 +34,14 @@ Inputs = dict[str, torch.Tensor]
 
 class Kind(NamedTuple):
     """A type of model. grid: of a picture. inputs: what transformers reads, of the picture's
-    patches, its grid and the configuration. vision: of few layers. ids: further ones."""
+    patches, its grid and the configuration. vision: of few layers. ids: further ones. text: of its
+    one layer."""
 
     grid: Grid
     inputs: Callable[[torch.Tensor, Grid, Any], Inputs]
     vision: dict[str, Any] = {"num_hidden_layers": LAYERS}
     ids: dict[str, Any] = {"image_token_index": 5}
+    text: dict[str, Any] = {}
 
 
 def pixels(patches: torch.Tensor, high: int, wide: int, side: int, patch: int) -> torch.Tensor:
@@ -70,6 +72,24 @@ def of_tiles(patches: torch.Tensor, grid: Grid, config: Any) -> Inputs:
     return {"pixel_values": torch.stack(tiles, dim=1), "image_sizes": sizes}
 
 
+def of_stretched(patches: torch.Tensor, grid: Grid, config: Any) -> Inputs:
+    """Of tiles, which have further pixels where patches do not fill them."""
+    side = config.scale_factor if config.model_type != "internvl" else 2
+    vision = config.vision_config
+    # InternVL says both sides.
+    patch, size = (int(torch.tensor(n).max()) for n in (vision.patch_size, vision.image_size))
+    tile = size // patch
+    tiles = torch.cat(
+        [
+            pixels(each, tile, tile, side, patch)
+            for each in patches.view(-1, tile**2, patches.shape[1])
+        ]
+    )
+    beyond = size - tile * patch
+    tiles = torch.nn.functional.pad(tiles, (0, beyond, 0, beyond))
+    return {"pixel_values": tiles if config.model_type == "internvl" else tiles[None]}
+
+
 def of_patches(patches: torch.Tensor, grid: Grid, config: Any) -> Inputs:
     return {"pixel_values": patches, "image_grid_thw": torch.tensor([grid])}
 
@@ -93,10 +113,14 @@ _QWEN = {"depth": LAYERS}
 KINDS = {
     "gemma3": Kind((1, 64, 64), of_squares),
     "gemma4": Kind((1, 42, 57), of_places, ids={"image_token_id": 5}),
+    "idefics3": Kind((1, 26, 52), of_stretched, ids={"image_token_id": 5}),
+    "internvl": Kind((1, 32, 64), of_stretched, ids={"image_token_id": 5}),
     "llava": Kind((1, 24, 24), of_one_size),
     "llava_next": Kind((3, 48, 40), of_tiles),
     "mistral3": Kind((1, 40, 62), of_rows),
     "qwen2_vl": Kind((1, 40, 62), of_patches, _QWEN, _QWEN_IDS),
+    "qwen3_5": Kind((1, 40, 62), of_patches, _QWEN, _QWEN_IDS, {"full_attention_interval": 1}),
+    "smolvlm": Kind((1, 27, 54), of_stretched, ids={"image_token_id": 5}),
     "qwen2_5_vl": Kind((1, 40, 62), of_patches, {**_QWEN, "fullatt_block_indexes": [1]}, _QWEN_IDS),
 }
 
@@ -106,7 +130,7 @@ def made(name: str, kind: Kind) -> Any:
     text = known.get("text_config") or {
         key: value for key, value in known.items() if not key.endswith("_config")
     }
-    text = {**text, "num_hidden_layers": 1, "vocab_size": VOCAB}
+    text = {**text, "num_hidden_layers": 1, "vocab_size": VOCAB, **kind.text}
     text |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     vision = {**known["vision_config"], **kind.vision, "initializer_range": 0.03}
     config = AutoConfig.for_model(
@@ -129,7 +153,7 @@ def made(name: str, kind: Kind) -> Any:
 def by_transformers(model: Any, inputs: Inputs) -> torch.Tensor:
     """Results `[tokens, features]`."""
     found: list[torch.Tensor] = model.get_image_features(**inputs).pooler_output
-    return found[0].float().cpu()
+    return torch.cat([*found]).float().cpu()
 
 
 @torch.inference_mode()

@@ -174,7 +174,17 @@ def assert_grid(card: VisionCard, found: Grid, wanted: tuple[int, ...]) -> None:
         assert card.form.tokens(found) == found[1] * found[2] // card.form.side**2
 
 
-@pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
+# Each has a near relative in the short run.
+LONG = ("pixtral12", "tiled_siglip")
+
+
+@pytest.mark.parametrize(
+    "card",
+    [
+        pytest.param(card, id=name, marks=[pytest.mark.exhaustive] * (name in LONG))
+        for name, card in CARDS.items()
+    ],
+)
 @pytest.mark.parametrize(
     ("kind", "mode"), [(kind, mode) for kind, modes in MODES.items() for mode in modes]
 )

@@ -441,16 +441,20 @@ def pictured(parts: Sequence[list[int] | str], **changes: Any) -> GenerateReques
     return make_request(ids, pictures=tuple(spans), **wishes)
 
 
-def padded_inputs(pictures: Sequence[Picture], side: int) -> dict[str, torch.Tensor]:
-    """What transformers reads of PaddedPictures. side: of a tile, in pixels."""
-    padded = [picture for picture in pictures if isinstance(picture, PaddedPicture)]
-    most, more = max(len(picture.pixels) for picture in padded), side - TILES.tile * PATCH
-    pixels = [
-        functional.pad(each.pixels, (0, more, 0, more, 0, 0, 0, most - len(each.pixels)))
-        for each in padded
+def sized_inputs(pictures: Sequence[Picture], config: Any) -> dict[str, torch.Tensor]:
+    """What transformers reads of PaddedPictures, and of pictures with breaks. config: of the
+    model."""
+    more = config.vision_config.image_size - TILES.tile * PATCH
+    of_tile = more if isinstance(pictures[0], PaddedPicture) else 0
+    pixels = [functional.pad(each.pixels, (0, of_tile, 0, of_tile)) for each in pictures]
+    sizes = [
+        each.size if isinstance(each, PaddedPicture) else each.pixels.shape[1:] for each in pictures
     ]
-    sizes = torch.tensor([picture.size for picture in padded])
-    return {"pixel_values": torch.stack(pixels), "image_sizes": sizes}
+    most = torch.tensor([each.shape for each in pixels]).amax(0).tolist()
+    filled = torch.stack([each.new_zeros(most) for each in pixels])
+    for place, each in zip(filled, pixels, strict=True):
+        place[tuple(slice(length) for length in each.shape)] = each
+    return {"pixel_values": filled, "image_sizes": torch.tensor(sizes)}
 
 
 def of_gemma4(pictures: Sequence[Picture]) -> dict[str, torch.Tensor]:
@@ -485,22 +489,12 @@ def picture_inputs(config: Any, request: GenerateRequest, count: int) -> dict[st
         kinds[0, span.start : span.start + span.length] = 1
     if config.model_type == "gemma3":
         inputs["token_type_ids"] = kinds
-    if isinstance(of[0], PaddedPicture):
-        inputs |= padded_inputs(of, config.vision_config.image_size)
+    if isinstance(of[0], PaddedPicture) or of[0].has_breaks:
+        inputs |= sized_inputs(of, config)
     elif config.model_type == "gemma4":
         inputs |= {**of_gemma4(of), "mm_token_type_ids": kinds}
     elif isinstance(of[0], StretchedPicture):
         inputs["pixel_values"] = tiles_of(of, config.vision_config.image_size)
-    elif of[0].has_breaks:
-        sizes = [picture.pixels.shape[1:] for picture in of]
-        most = torch.tensor(sizes).amax(0).tolist()
-        inputs["image_sizes"] = torch.tensor(sizes)
-        inputs["pixel_values"] = torch.stack(
-            [
-                functional.pad(p.pixels, (0, most[1] - wide, 0, most[0] - high))
-                for p, (high, wide) in zip(of, sizes, strict=True)
-            ]
-        )
     elif of[0].frames == 1:
         side = config.vision_config.image_size
         beside = (0, side - of[0].pixels.shape[2], 0, side - of[0].pixels.shape[1])

@@ -39,7 +39,13 @@ from loraplex.server.model.tower.tower_plan import (
 from loraplex.server.model.weights import load_tower
 from loraplex.server.protocol import PictureForm
 from tests.server.model.driver import Driver, engine_config
-from tests.server.model.families.pictured import BEFORE, PICTURES, Picture, make_pictured
+from tests.server.model.families.pictured import (
+    BEFORE,
+    PICTURES,
+    Picture,
+    make_pictured,
+    sized_inputs,
+)
 from tests.server.model.families.pictured import llava as llava_config
 from tests.server.model.hub_models import SIZES, random_model, save_model
 
@@ -309,6 +315,21 @@ def test_features_are_those_of_transformers(layer: int, strategy: Any, tmp_path:
     (found,) = encoded(Tower(read, weights, sites, CPU, 1024), [picture])
     (expected,) = model.get_image_features(picture.pixels[None]).pooler_output
     assert (found - expected).abs().max() < 1e-4
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", ["llava_next", "llava_next_siglip", "llava_pixtral", "mistral3"])
+def test_features_of_pictures_of_unlike_sizes(kind: str, tmp_path: Path) -> None:
+    model: Any = make_pictured(kind, num_hidden_layers=1)
+    read = read_config(save_model(model, tmp_path))
+    assert read.pictures is not None
+    weights = load_tower(tmp_path, read, torch.float32, CPU)
+    sites = TowerSites(read.pictures.tower, first_layer=1)
+    pictures = [PICTURES[BEFORE[kind] + name] for name in "abcde"]
+    found = encoded(Tower(read.pictures, weights, sites, CPU, 1024), pictures)
+    expected = model.get_image_features(**sized_inputs(pictures, model.config)).pooler_output
+    for own, theirs in zip(found, expected, strict=True):
+        assert (own - theirs).abs().max() < 1e-4
 
 
 def encoded(tower: Tower, pictures: Sequence[Picture | TowerInput]) -> tuple[torch.Tensor, ...]:

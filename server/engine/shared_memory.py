@@ -63,7 +63,10 @@ class HostMemory:
         os.posix_fallocate(self.fd, begin, nbytes)
 
     def give_back(self, begin: int, nbytes: int) -> None:
-        """Give a range's memory back to the machine; it reads as zeros. begin: of a page."""
+        """Give a range's memory back to the machine, which may forget what is there. begin: of a
+        page.
+        """
         memory = self.view.obj
         assert isinstance(memory, mmap.mmap)
-        memory.madvise(mmap.MADV_REMOVE, begin, nbytes)
+        with suppress(OSError):  # a system that cannot keeps it for the next use
+            memory.madvise(mmap.MADV_REMOVE, begin, nbytes)

@@ -1,6 +1,8 @@
 """The base model as an adapter sees it: which modules exist, and their shapes. Pure."""
 
+import re
 from collections.abc import Iterator
+from functools import cache
 from typing import Literal
 
 import msgspec
@@ -87,7 +89,8 @@ class ModuleShape(msgspec.Struct, frozen=True):
     experts: how many experts of a layer have such a module; its path has `{}` for their number, as
     in `mlp.experts.{}.gate_proj`. 1 = an ordinary module. sharding: how devices share it.
     spans: of its inputs or outputs that are shared; () = one. has_bias: of an ordinary module.
-    groups: how files hold its outputs.
+    groups: how files hold its outputs. kernel: of a convolution, the shape of its inputs; such a
+    module is no linear one to PEFT, and files have further dimensions. () = it is none.
     """
 
     path: str
@@ -98,6 +101,7 @@ class ModuleShape(msgspec.Struct, frozen=True):
     spans: tuple[Span, ...] = ()
     has_bias: bool = False
     groups: Groups = UNGROUPED
+    kernel: tuple[int, ...] = ()
 
     @property
     def is_of_experts(self) -> bool:
@@ -208,6 +212,7 @@ class LayerModules(msgspec.Struct, frozen=True):
     expert_weights: tensors that hold all experts, in the order in which transformers registers
         them.
     aliases: other paths of modules, as some versions of transformers name them -> their paths.
+    others: other whole names of the layer, likewise.
     """
 
     path: str
@@ -215,6 +220,7 @@ class LayerModules(msgspec.Struct, frozen=True):
     sites: dict[Role, tuple[str, ...]]
     expert_weights: tuple[ExpertWeight, ...] = ()
     aliases: dict[str, str] = {}
+    others: tuple[str, ...] = ()
 
     def whole(self, path: str) -> str:
         """The whole name of what the layer has at `path`."""
@@ -269,7 +275,9 @@ class BaseSpec(msgspec.Struct, frozen=True):
     is_tied: the head's matrix is the embedding's. num_classes: labels of its score head; 0 = it
         has none. norms: all of them. score_heads: those that an adapter may have, the usual one
         first; () = that of decoders. unread: whole names of modules whose result nobody asks for;
-        LoRA of them is left out.
+        LoRA of them is left out. unread_tensors: a pattern of whole names of such weights.
+    tower_layer: number of the first layer of an encoder of pictures, which lies behind all others;
+        its products outside of layers are layers of one module. -1 = the base has none.
     """
 
     digest: str
@@ -288,6 +296,8 @@ class BaseSpec(msgspec.Struct, frozen=True):
     norms: tuple[BaseNorm, ...] = ()
     score_heads: tuple[ScoreParts, ...] = ()
     unread: tuple[str, ...] = ()
+    unread_tensors: str = ""
+    tower_layer: int = -1
 
     def score_head(self, *, of_tokens: bool) -> ScoreParts:
         """The score head that an adapter may have; without one for tokens, the usual one."""
@@ -304,6 +314,26 @@ class BaseSpec(msgspec.Struct, frozen=True):
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def text_layers(self) -> int:
+        """Layers that are not of an encoder of pictures."""
+        return self.num_layers if self.tower_layer < 0 else self.tower_layer
+
+    @property
+    def text_part(self) -> "BaseSpec":
+        """The base without an encoder of pictures."""
+        layers = self.layers[: self.text_layers]
+        return msgspec.structs.replace(self, layers=layers, unread_tensors="", tower_layer=-1)
+
+    def is_of_tower(self, layer: int) -> bool:
+        return 0 <= self.tower_layer <= layer
+
+    def is_unread(self, path: str) -> bool:
+        """Whether nobody asks for a module's result. path: its whole name."""
+        if path in self.unread:
+            return True
+        return bool(self.unread_tensors) and _matches(self.unread_tensors, f"{path}.weight")
 
     @property
     def is_inferred(self) -> bool:
@@ -338,6 +368,15 @@ class BaseSpec(msgspec.Struct, frozen=True):
     def of_site(self, layer: int, role: Role, projection: int) -> ModuleShape:
         """A module of a site, whole. Those of one site share their input, and their experts."""
         return self.modules_of(layer)[self.site_names(layer, role)[projection]]
+
+
+@cache
+def _pattern(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return _pattern(pattern).fullmatch(name) is not None
 
 
 def base_modules(base: BaseSpec) -> Iterator[BaseModule]:

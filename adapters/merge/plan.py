@@ -5,6 +5,7 @@ Members that cannot be merged are refused here, before any weight is read.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -251,9 +252,8 @@ def _patterns(
 def _targets(modules: Sequence[MergedModule], base: BaseSpec) -> set[str]:
     """Lists targets: short names where every layer is merged, else whole paths."""
     counts = Counter(module.module for module in modules)
+    known = Counter(chain(base.model_modules, *(layer.modules for layer in base.layers)))
     return {
-        module.module
-        if counts[module.module] == (base.num_layers if module.layer >= 0 else 1)
-        else module.path
+        module.module if counts[module.module] == known[module.module] else module.path
         for module in modules
     }

@@ -7,7 +7,10 @@ Source for tensors of all experts (`target_parameters`): PEFT 0.17 to 0.21, `Par
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
+from math import prod
 from typing import NamedTuple
+
+import msgspec
 
 from loraplex.adapters.base import BaseModule, BaseSpec, ExpertWeight, base_modules
 from loraplex.adapters.coverage import Site
@@ -117,6 +120,21 @@ class PairChecks:
             found.add("rank_mismatch", name, f"{name}: the config says {said}: {shapes}")
         else:
             found.add("shape_mismatch", name, f"{name}: {shapes}")
+
+
+def _flattened(pair: Pair, kernel: tuple[int, ...]) -> Pair:
+    """The tensors of a convolution, of these inputs, as those of a linear module."""
+    found, ones = dict(pair), (1,) * (len(kernel) - 1)
+    for side, tensor in pair.items() if kernel else ():
+        shape = tensor.shape
+        if side == "A" and shape[1:] == kernel:
+            shape = (shape[0], prod(kernel))
+        elif side == "B" and shape[2:] == ones:
+            shape = shape[:2]
+        elif side == "M" and shape[:1] == (1,) and shape[2:] == ones:
+            shape = shape[1:2]
+        found[side] = msgspec.structs.replace(tensor, shape=shape)
+    return found
 
 
 _RELEASE = re.compile(r"(\d+)\.(\d+)\.(\d+)")
@@ -301,7 +319,8 @@ class ModulePlacer:
 
     def _module(self, module: BaseModule, path: str, site: Site) -> ModuleLora | None:
         """Places a module's LoRA. path, site: of the module itself, or of one expert's."""
-        pair, key = self._found.pairs.get(path, {}), self._targeted.get(path)
+        pair = _flattened(self._found.pairs.get(path, {}), module.shape.kernel)
+        key = self._targeted.get(path)
         if not pair:
             if key is not None and not self._may_be_no_linear(module):
                 self._lacks(path, (site,))

@@ -116,7 +116,7 @@ class _Sorter:
     def add(self, tensor: TensorInfo, name: TensorName | None) -> None:
         path = None if name is None else meant_by_any(name.path)
         path = self._aliases.get(path or "", path)
-        if name is not None and (self._is_beside_own(name) or path in self._base.unread):
+        if name is not None and (self._is_beside_own(name) or self._base.is_unread(path or "")):
             return
         if name is None or path is None:
             self._findings.add(*self._unknown(tensor.name, name, path))
@@ -247,15 +247,18 @@ class _Sorter:
             message = f"{stored_name}: not a tensor of plain LoRA on this base model; {expected}"
             return "unknown_tensor", stored_name, message
         layer = _LAYER.fullmatch(path or "")
-        if layer and int(layer["layer"]) >= self._base.num_layers:
-            message = f"{stored_name}: the base model has {self._base.num_layers} layers"
+        if layer and int(layer["layer"]) >= self._base.text_layers:
+            message = f"{stored_name}: the base model has {self._base.text_layers} layers"
             return "layer_out_of_range", stored_name, message
         experts = self._experts.get(_expert_of(path or "")[0])
         if experts is not None:
             message = f"{stored_name}: the base model has {experts} experts"
             return "expert_out_of_range", stored_name, message
         message = f"{stored_name}: the base model has no module {name.path}"
-        if is_of_images(name.path):
+        if is_of_images(name.path) and self._base.is_inferred:
+            message = f"{stored_name}: can only be checked against the base model; name it"
+            return "needs_base", stored_name, message
+        if is_of_images(name.path) and self._base.tower_layer < 0:
             message = (
                 f"{stored_name}: {name.path} belongs to the part for images, which is not served"
             )

@@ -46,14 +46,14 @@ class Targeting:
         self._layer_index = _layer_expressions(config, findings)
         self.is_sound = len(findings) == before
 
-    def targets(self, path: str, is_table: bool) -> bool:
-        """Whether PEFT would adapt this module, given only linear modules and the embedding.
-        is_table: whether it is the embedding or the output head."""
+    def targets(self, path: str, is_other: bool) -> bool:
+        """Whether PEFT would adapt this module. is_other: whether it is the embedding, the output
+        head, or no linear module."""
         config = self.config
         if self._excluded.match(path):
             return False
         if self.targets_all_linear:
-            return not is_table
+            return not is_other
         if isinstance(config.target_modules, str):
             return self._targets.match(path)
         if path in self._targets.names:
@@ -203,13 +203,13 @@ def targeted_paths(matcher: Targeting, base: BaseSpec, naming: Naming) -> dict[s
 
     Keys are paths in the base. Patterns of rank and alpha are matched with the names.
     """
-    tables, targeted = base.tables, dict[str, str]()
+    others, targeted = base.tables | _convolutions(base), dict[str, str]()
     names = chain(((path, path) for path in module_paths(base)), aliases(base))
     for name, path in names:
         spelled = naming.spelled(name)
         if spelled is None or path in targeted:
             continue
-        if matcher.targets(spelled, is_table=path in tables):
+        if matcher.targets(spelled, is_other=path in others):
             targeted[path] = spelled
         elif matcher.targets_parameter(spelled + _WEIGHT):
             targeted[path] = spelled + _WEIGHT
@@ -218,6 +218,10 @@ def targeted_paths(matcher: Targeting, base: BaseSpec, naming: Naming) -> dict[s
         if spelled is not None and matcher.targets_parameter(spelled):
             targeted[path] = spelled
     return targeted
+
+
+def _convolutions(base: BaseSpec) -> frozenset[str]:
+    return frozenset(module.path for module in base_modules(base) if module.shape.kernel)
 
 
 def check_parameters(names: tuple[str, ...], base: BaseSpec, findings: Findings) -> None:
@@ -243,6 +247,9 @@ def aliases(base: BaseSpec) -> Iterator[tuple[str, str]]:
     for layer in base.layers:
         for alias, path in layer.aliases.items():
             yield layer.whole(alias), layer.whole(path)
+        for other in layer.others:
+            for shape in layer.modules.values():
+                yield f"{other}.{shape.path}", layer.whole(shape.path)
 
 
 def _names_any(name: str, paths: set[str]) -> bool:

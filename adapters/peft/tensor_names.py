@@ -51,6 +51,11 @@ _WITHIN = "the text model within a larger model"
 # Begins of names in MLPs of GPT-2 and its kin.
 _OF_MLPS = ("mlp.w", "mlp.c", "mlp.fc_")
 # Parts beside that text model.
+_TOWERS = (
+    r"(?:vision_tower|vision_model|visual|multi_modal_projector|mm_projector|connector|image_tower|"
+    r"embed_vision)\."
+)
+_TOWER = re.compile(_TOWERS)
 _OF_IMAGES = re.compile(
     r"(?:model\.)?(?:(?:vision_tower|vision_model|visual|multi_modal_projector|mm_projector|"
     r"connector|image_tower|"
@@ -98,7 +103,8 @@ class Naming(msgspec.Struct, frozen=True):
     head: the text before `lm_head` or `score`; None = the model has neither. layers: the text
     before a layer's number. modules: begins of a module's path in a layer; () = any.
     embedding: the name of the embedding; "" = it cannot be adapted. output: the name of `lm_head`.
-    pooler_in_head: modules outside of layers lie where `lm_head` does, else in the body.
+    pooler_in_head: modules outside of layers lie where `lm_head` does, else in the body. tower: the
+    text before the parts for images; None = there are none.
     """
 
     words: str
@@ -109,6 +115,7 @@ class Naming(msgspec.Struct, frozen=True):
     embedding: str = _EMBEDDING
     output: str = _OUTPUT
     pooler_in_head: bool = False
+    tower: str | None = None
 
     @property
     def _beside(self) -> str:
@@ -117,6 +124,8 @@ class Naming(msgspec.Struct, frozen=True):
 
     def spelled(self, path: str) -> str | None:
         """Spells a module of the base as the trained model does; None = it has no such module."""
+        if _TOWER.match(path):
+            return None if self.tower is None else self.tower + path
         if path.startswith(_BODY):
             rest = path.removeprefix(_BODY)
             if rest == _EMBEDDING:
@@ -130,6 +139,10 @@ class Naming(msgspec.Struct, frozen=True):
 
     def meant(self, path: str) -> str | None:
         """The module of the base that the trained model calls so, if it can be one."""
+        if self.tower is not None and path.startswith(self.tower):
+            rest = path.removeprefix(self.tower)
+            if _TOWER.match(rest):
+                return rest
         rest = path.removeprefix(self.body)
         if path.startswith(self.body) and rest.startswith(self.layers):
             within = rest.removeprefix(self.layers)
@@ -158,15 +171,15 @@ def _is_beside(rest: str) -> bool:
 
 
 _NEMOTRON = "a model with Nemotron-H's names"
-WHOLE = Naming("the model itself", _BODY, "")
+WHOLE = Naming("the model itself", _BODY, "", tower="")
 NAMINGS = (
     WHOLE,
     Naming("the inner model", "", None),
-    Naming(_WITHIN, "model.language_model.", ""),
-    Naming(_WITHIN, "language_model.model.", "language_model."),
-    Naming(_WITHIN, "language_model.", None),
-    Naming(_WITHIN, "model.text_model.", ""),
-    Naming(_WITHIN, "text_model.", None),
+    Naming(_WITHIN, "model.language_model.", "", tower=_BODY),
+    Naming(_WITHIN, "language_model.model.", "language_model.", tower=""),
+    Naming(_WITHIN, "language_model.", None, tower=""),
+    Naming(_WITHIN, "model.text_model.", "", tower=_BODY),
+    Naming(_WITHIN, "text_model.", None, tower=""),
     Naming("a model with GPT-2's names", "transformer.", "", "h.", ("attn.", *_OF_MLPS), "wte"),
     Naming(
         "a model with Falcon's names",

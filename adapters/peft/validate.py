@@ -119,7 +119,7 @@ def place_tensors(
     findings: Findings,
 ) -> LoraTensors | None:
     """Places tensors, as `validate` does. matcher: of a checked config; None = none is readable."""
-    before = len(findings)
+    before, base = len(findings), _part(base, limits)
     own = frozenset[str]() if matcher is None else whole_modules(matcher.config, base)
     found = sort_tensors(tensors, base, findings, own, text_part_only=limits.text_part_only)
     if not found.pairs and len(findings) == before:
@@ -135,6 +135,11 @@ def place_tensors(
     return placed
 
 
+def _part(base: BaseSpec, limits: AdapterLimits) -> BaseSpec:
+    """The part of the base that an adapter may change."""
+    return base.text_part if limits.text_part_only else base
+
+
 def whole_modules(config: PeftConfig, base: BaseSpec) -> frozenset[str]:
     """Short names of tables that the adapter has, or may have, whole; of norms their paths; of a
     score head names of tensors."""
@@ -147,6 +152,7 @@ def check_config(
     config: PeftConfig, base: BaseSpec, limits: AdapterLimits, findings: Findings
 ) -> Targeting:
     """Checks of a config before there are tensors, which show whose names it means."""
+    base = _part(base, limits)
     check_base_name(config.base_model_name_or_path, base, limits, findings)
     matcher = Targeting(config, findings)
     if not matcher.is_sound:
@@ -208,6 +214,10 @@ def _check_activation(matcher: Targeting, base: BaseSpec, findings: Findings) ->
     paths = {path for targeted in _all_targeted(matcher, base) for path in targeted}
     if any(".experts." in path or (embed and path == embed.path) for path in paths):
         message = f"{key} with embed_tokens or experts targeted is not supported"
+        findings.add("unsupported_feature", key, message)
+    of_tower = (each.path for each in base_modules(base) if base.is_of_tower(each.layer))
+    if not paths.isdisjoint(of_tower):
+        message = f"{key} with modules of the part for images targeted is not supported"
         findings.add("unsupported_feature", key, message)
 
 

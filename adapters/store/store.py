@@ -556,8 +556,11 @@ class Slabs:
             return True
 
     def _path(self, digest: str, dtype: SlabDtype, extent_bytes: int, is_finished: bool) -> Path:
-        """Names a slab file. A finished one depends on how the base's weights were loaded."""
+        """Names a slab file. One holds what changes an encoder of pictures where the base has that.
+        A finished one depends on how the base's weights were loaded."""
         parts = [digest, dtype, str(extent_bytes), f"of{self._base.shards}"]
+        if self._base.tower_layer >= 0:
+            parts.append("images")
         if is_finished:
             parts.append(f"finished_{self._base.quantize or 'as_stored'}")
         return self._folder / f"{'-'.join(parts)}-v{LAYOUT_VERSION}.slab"

@@ -204,7 +204,8 @@ def _bad_span(span: PictureSpan, limits: PictureLimits) -> str | None:
     if not 0 < tokens <= span.length:
         return f"a picture of {span.grid} patches does not take {span.length} tokens"
     if tokens > limits.most_tokens:
-        return f"a picture of {tokens} tokens; one can have at most {limits.most_tokens}"
+        most = f"{limits.most_tokens} (--picture-memory, --max-context)"
+        return f"a picture of {tokens} tokens; one can have at most {most}"
     return None
 
 

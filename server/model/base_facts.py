@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from msgspec.structs import replace
 
 from loraplex.adapters.base import BaseSpec
 from loraplex.adapters.safetensors.floats import float_digest
@@ -15,11 +16,13 @@ from loraplex.server.model.checkpoint.checkpoint import (
     ModelFile,
     base_digest,
     read_config,
+    read_shards,
     stored_tensors,
     tables,
 )
 from loraplex.server.model.checkpoint.stored_forms import stored_forms
 from loraplex.server.model.checkpoint.text_part import model_shards
+from loraplex.server.model.checkpoint.tower_part import has_tower
 from loraplex.server.model.spec.base_spec import base_spec
 from loraplex.server.model.tokenizer.base_ends import end_token_ids
 from loraplex.server.model.tokenizer.base_templates import (
@@ -39,6 +42,8 @@ def read_base_spec(folder: Path, names: tuple[str, ...]) -> BaseSpec:
     that is stored and is another.
     """
     model = read_config(folder)
+    if model.pictures is not None and not has_tower(read_shards(folder)):
+        model = replace(model, pictures=None)
     read = model_shards(folder, model)
     shards = {name: shard for shard in read for name in shard.tensors}
     names_of = {"embed_tokens": tables(shards, model)[0], "lm_head": tables(shards, model)[-1]}

@@ -139,15 +139,20 @@ def host_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def _read_base(config: WorkerConfig, folder: Path, names: tuple[str, ...]) -> BaseSpec:
+    base = read_base_spec(folder, names)
+    if config.text_part_only or not config.picture_memory:
+        base = base.text_part
+    return msgspec.structs.replace(base, shards=config.tp, quantize=config.quantize or "")
+
+
 def _prepare(config: WorkerConfig, device: ChosenDevice, model: ModelFolder) -> Prepared:
     names = tuple(dict.fromkeys([*config.model_names, *model.names]))
     model_config = check_folder(model.path, with_tensors=config.executor == "torch")
     quantised = served_as(model_config, config.quantize, config.activations).quantisation
     if device.note is not None:
         log.warning("%s", device.note)
-    base = msgspec.structs.replace(
-        read_base_spec(model.path, names), shards=config.tp, quantize=config.quantize or ""
-    )
+    base = _read_base(config, model.path, names)
     dtype = choose_dtype(config.dtype, device.kind, model_config.dtype, device.has_bfloat16)
     part = sharded(model_config, config.tp)
     engine = engine_config(config, device, model.path, base, dtype, part)

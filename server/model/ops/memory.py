@@ -16,6 +16,7 @@ from loraplex.server.model.spec.linear_spec import MXFP4_BLOCK, MXFP4_TENSORS, L
 from loraplex.server.model.spec.model_spec import AttentionSpec, LayerSpec, ModelSpec, layer_path
 from loraplex.server.model.spec.moe_spec import MoeSpec
 from loraplex.server.model.spec.page_groups import page_groups, page_heads
+from loraplex.server.model.spec.picture_spec import PictureSpec
 from loraplex.server.model.spec.state_spec import DeltaNetSpec, Mamba2Spec, ShortConvSpec
 
 # CUDA's context, modules and handles, captured graphs, attention workspaces.
@@ -30,10 +31,11 @@ _FA2_PROGRAMS, _FA2_QUERIES = 2, 128
 # Tokens of a chunk in which states are computed (`loraplex.server.kernels.states`).
 _CHUNK = 32
 # Of the cache of pictures' results: tokens of a block. Of one picture: tokens that are always
-# served, where a step may have fewer. Of a tower: patches times layers between two steps.
+# served, as a photo of 12 megapixels has with Qwen2.5-VL. Of a tower: patches times layers between
+# two steps.
 _BLOCK_TOKENS = 64
-_PICTURE_TOKENS = 4096
-_CHUNK_PATCHES = {"cuda": 1 << 14, "cpu": 1 << 8}
+_PICTURE_TOKENS = 1 << 14
+_CHUNK_PATCHES = {"cuda": 1 << 14, "cpu": 1 << 10}
 _GIB = 1 << 30
 # What a file takes beside its page.
 _FILE_BYTES = 4096
@@ -223,13 +225,13 @@ def picture_limits(
             f"--picture-memory is {engine.picture_memory} bytes; one block alone takes {block}"
             " (0 = the model reads no pictures)"
         )
+    fitting = engine.picture_memory // (_patch_bytes(pictures, engine) * pictures.form.side**2)
+    most_tokens = max(engine.max_step_tokens, _PICTURE_TOKENS, fitting)
     return PictureLimits(
         token_id=pictures.token_id,
         form=pictures.form,
         columns=pictures.columns,
-        most_tokens=min(
-            max(engine.max_step_tokens, _PICTURE_TOKENS), blocks * _BLOCK_TOKENS, max_context
-        ),
+        most_tokens=min(most_tokens, blocks * _BLOCK_TOKENS, max_context),
         num_blocks=blocks,
         block_tokens=_BLOCK_TOKENS,
         chunk=_CHUNK_PATCHES[engine.device],
@@ -248,14 +250,26 @@ def pictures_bytes(model: ModelSpec, engine: EngineConfig) -> int:
         return 0
     tower, item = model.pictures.tower, ITEM_BYTES[engine.dtype]
     inner = max(_inner_width(layer, tower.hidden_size) for layer in tower.layers)
-    # The stream, its norm, q, k and v, these by windows, what is attended, a product and a sum;
-    # rotated q and k in float32. Results of deep mergers wait for the last layer.
-    widths = (14 * tower.hidden_size + inner) * item + 4 * tower.hidden_size * 4
-    widths += 2 * model.pictures.result_size * item // limits.form.side**2
+    # Of rows that go through a layer at once: q, k and v, these by windows, what is attended, a
+    # product and a sum; rotated q and k in float32.
+    of_row = (12 * tower.hidden_size + inner) * item + 4 * tower.hidden_size * 4
     form, patches = limits.form, limits.most_tokens * limits.form.side**2
     if form.tile:
         patches = form.patches(form.largest(limits.most_tokens))
-    return engine.picture_memory + patches * (widths + 2 * limits.columns * item)
+    at_once = min(2 * patches, limits.chunk)
+    of_patches = max(patches, at_once) * _patch_bytes(model.pictures, engine)
+    return engine.picture_memory + of_patches + at_once * of_row
+
+
+def _patch_bytes(pictures: PictureSpec, engine: EngineConfig) -> int:
+    """Bytes that a patch needs as long as its picture is in the tower: its numbers, twice; the
+    stream, its norm, q, k and v; or, before that, vectors of its place in float32; its rotation;
+    its part of results, which deep mergers keep until the last layer."""
+    tower, item = pictures.tower, ITEM_BYTES[engine.dtype]
+    streams = tower.hidden_size * max(6 * item, 2 * item + 3 * 4)
+    turns = 2 * 4 * tower.layers[0].attention.head_dim
+    results = 2 * pictures.result_size * item // pictures.form.side**2
+    return 2 * pictures.columns * item + streams + turns + results
 
 
 def _inner_width(layer: LayerSpec, hidden: int) -> int:

@@ -1,5 +1,6 @@
 """The parts of a model that adapters may change, as its ModelSpec says. Pure."""
 
+import re
 from collections.abc import Iterator, Mapping
 
 from msgspec.structs import replace
@@ -14,6 +15,8 @@ from loraplex.adapters.base import (
     layer_path,
     layer_stem,
 )
+from loraplex.adapters.peft.tensor_names import is_of_images
+from loraplex.adapters.sharding import UNGROUPED
 from loraplex.server.model.spec.linear_spec import LinearSpec
 from loraplex.server.model.spec.model_spec import (
     AttentionSpec,
@@ -22,6 +25,7 @@ from loraplex.server.model.spec.model_spec import (
     NormSpec,
 )
 from loraplex.server.model.spec.moe_spec import MoeSpec
+from loraplex.server.model.spec.picture_spec import PictureSpec
 
 
 def base_spec(
@@ -33,13 +37,14 @@ def base_spec(
     eos_token_ids: tuple[int, ...] = (),
 ) -> BaseSpec:
     """The module table that adapters for this model are validated against."""
-    embedding = model.embedding
+    embedding, pictures = model.embedding, model.pictures
+    tower = () if pictures is None else tuple(_tower_layers(pictures))
     return BaseSpec(
         digest=digest,
         names=names,
         hidden_size=model.output_size,
         vocab_size=model.vocab_size,
-        layers=tuple(_layers(model)),
+        layers=(*_layers(model), *tower),
         model_modules={
             "embed_tokens": ModuleShape(
                 embedding.path, embedding.vocab_size, embedding.size, sharding="row"
@@ -55,6 +60,8 @@ def base_spec(
         num_classes=0 if model.classes is None else len(model.classes.labels),
         score_heads=() if model.is_decoder else tuple(_score_parts(model)),
         unread=model.unread_modules,
+        unread_tensors="" if pictures is None else _unread(pictures),
+        tower_layer=-1 if pictures is None else model.num_layers,
     )
 
 
@@ -109,6 +116,53 @@ def _layer(layer: LayerSpec) -> LayerModules:
         expert_weights=tuple(_expert_weight(linear) for linear in linears if linear.stored),
         aliases=dict(_aliases(layer)),
     )
+
+
+def _tower_layers(pictures: PictureSpec) -> Iterator[LayerModules]:
+    """The layers of an encoder of pictures, which each device has whole, then its other products in
+    the order of their sites (`TowerSites`)."""
+    for index, layer in enumerate(pictures.tower.layers):
+        of_layer = _layer(layer)
+        shapes = {
+            name: replace(_whole(shape), path=shape.path + pictures.wrapped)
+            for name, shape in of_layer.modules.items()
+        }
+        path = f"{pictures.path}.{index}"
+        yield replace(of_layer, path=path, modules=shapes, others=_older(path))
+    for linear in pictures.merger.linears:
+        alone = _lone(pictures, _whole(_only_module(linear)))
+        # One that is stored the other way round is a bare tensor, and no module.
+        yield replace(alone, modules={}, sites={}) if linear.transposed else alone
+    of, kernel = pictures.embedding, pictures.embedding.kernel
+    kernel = kernel if len(kernel) > 1 else ()  # else it is a linear module
+    patches = ModuleShape(of.path, of.vocab_size, of.size, has_bias=of.bias, kernel=kernel)
+    yield _lone(pictures, patches)
+
+
+def _whole(shape: ModuleShape) -> ModuleShape:
+    return replace(shape, sharding="none", spans=(), groups=UNGROUPED)
+
+
+def _lone(pictures: PictureSpec, shape: ModuleShape) -> LayerModules:
+    """A layer of one module."""
+    root = pictures.path.partition(".")[0]
+    whole = shape.path if is_of_images(shape.path) else f"{root}.{shape.path}"
+    head, _, name = whole.rpartition(".")
+    of_module = {whole: replace(shape, path=name)}
+    return LayerModules(head, of_module, {"merger": (whole,)}, others=_older(head))
+
+
+def _older(path: str) -> tuple[str, ...]:
+    """Other names of what a tower holds, in earlier versions of transformers."""
+    head, dot, rest = path.partition(".")
+    return (f"{head}.vision_model{dot}{rest}",) if head == "vision_tower" else ()
+
+
+def _unread(pictures: PictureSpec) -> str:
+    """A pattern of an encoder's weights whose result nobody asks for."""
+    root, _, layers = pictures.path.partition(".")
+    own = pictures.tower.unread.replace(r"model\.layers\.", re.escape(f"{layers}."))
+    return rf"{root}\.(?:vision_model\.)?(?:{own})"
 
 
 def _expert_weight(linear: LinearSpec) -> ExpertWeight:

@@ -125,7 +125,8 @@ class PictureSpec(msgspec.Struct, frozen=True):
     the former. in_halves: the first half of a head's features turns by the column, the second by
     the row, each as a head of its own. stand_in: the token whose inputs of layers (`LayerInputs`)
     placeholders have; None = their own. joins: layers of the text part that join pictures, as of
-    AttentionSpec.
+    AttentionSpec. path: of what holds the tower's layers, as adapters name it. wrapped: what
+    adapters call the product within a module of the name that it has here.
     """
 
     tower: ModelSpec
@@ -138,6 +139,8 @@ class PictureSpec(msgspec.Struct, frozen=True):
     in_halves: bool = False
     stand_in: int | None = None
     joins: Joins = "none"
+    path: str = "vision_tower.encoder.layers"
+    wrapped: str = ""
 
     @property
     def merger(self) -> MergerSpec:

@@ -168,20 +168,13 @@ class Tower:
     ) -> Iterator[float]:
         """Run a layer of some rows. tensors: normed rows and the stream, `[rows, hidden]` each,
         which become those behind the layer."""
-        normed, hidden = tensors
-        parts = []
-        assert isinstance(mixer.weights, AttentionWeights)
-        for rows in piece.products:
-            linear, site = mixer.weights.linears[0], mixer.sites[0]
-            qkv = self._ops.linear(normed[rows.within(0)], linear, lora.of(rows), site)
-            parts.append(self._ops.heads(plan, mixer.layer, rows, qkv, mixer.weights.qk_norm))
-            if len(piece.products) > 1:
-                yield rows.size
-        heads = parts[0]
-        if len(parts) > 1:
-            joined = (torch.cat(of) for of in zip(*(each[1:] for each in parts), strict=True))
-            heads = Heads(parts[0].begin, *joined)
-        parts.clear()
+        (normed, hidden), (first, *others) = tensors, piece.products
+        heads = self._heads(plan, mixer, first, normed, lora)
+        if others:
+            heads = heads.begun(piece.products[-1].end)
+        for rows in others:
+            yield rows.size
+            heads.add(rows, self._heads(plan, mixer, rows, normed, lora))
         for sights in piece.steps:
             rows = RowSpan(sights[0].rows.begin, sights[-1].rows.end)
             at = rows.within(0)
@@ -190,6 +183,21 @@ class Tower:
                 mixer.layer, mixed, Stream(hidden[at]), lora.of(rows)
             )
             yield self._ops.cost(sights)
+
+    def _heads(
+        self,
+        plan: TowerPlan,
+        mixer: PreparedMixer,
+        rows: RowSpan,
+        normed: torch.Tensor,
+        lora: _PassLora,
+    ) -> Heads:
+        """Queries, keys and values of some rows."""
+        weights = mixer.weights
+        assert isinstance(weights, AttentionWeights)
+        x = normed[rows.within(0)]
+        qkv = self._ops.linear(x, weights.linears[0], lora.of(rows), mixer.sites[0])
+        return self._ops.heads(plan, mixer.layer, rows, qkv, weights.qk_norm)
 
     def _by_token(self, patches: torch.Tensor) -> torch.Tensor:
         return patches.reshape(-1, self._spec.form.side**2 * patches.shape[-1])

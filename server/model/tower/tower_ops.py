@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import isqrt
 from typing import NamedTuple
 
@@ -9,6 +10,10 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from loraplex.server.model.linear.dense import ClippedLinear
+from loraplex.server.model.linear.linear import Linear
+from loraplex.server.model.lora.lora import LoraBatch
+from loraplex.server.model.lora.sites import Site
 from loraplex.server.model.ops.pointwise import with_values
 from loraplex.server.model.ops.products_torch import TorchProducts
 from loraplex.server.model.ops.rope import cos_sin, inverse_frequencies
@@ -61,6 +66,19 @@ class Heads(NamedTuple):
     k: torch.Tensor
     v: torch.Tensor
 
+    def begun(self, end: int) -> "Heads":
+        """Room for all rows up to `end`, the first of which are these."""
+        room = (x.new_empty(end - self.begin, *x.shape[1:]) for x in self[1:])
+        found = Heads(self.begin, *room)
+        found.add(RowSpan(self.begin, self.begin + len(self.q)), self)
+        return found
+
+    def add(self, rows: RowSpan, heads: "Heads") -> None:
+        """Put those of some rows in their room."""
+        at = rows.within(self.begin)
+        for room, own in zip(self[1:], heads[1:], strict=True):
+            room[at] = own
+
 
 def _by_pairs(qkv: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
     """Order features of heads so that those which turn together lie half a head apart, as they do
@@ -87,6 +105,27 @@ class TowerOps(TorchProducts):
 
     def attention(self, layer: int) -> AttentionSpec:
         return self._spec.tower.layers[layer].attention
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        linear: Linear,
+        lora: LoraBatch | None,
+        site: Site,
+        out: torch.Tensor | None = None,
+        delta: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if lora is None or not isinstance(linear, ClippedLinear) or linear.bounds is None:
+            return super().linear(x, linear, lora, site, out, delta)
+        # Adapters act within the bounds, which each product has of its own.
+        found, ends = [], accumulate(linear.heights)
+        for height, end, bounds in zip(linear.heights, ends, linear.bounds, strict=True):
+            low, high, least, most = bounds
+            held = x.clamp(low, high)
+            y = functional.linear(held, linear.weight)
+            lora.add(site, held, y)
+            found.append(y[:, end - height : end].clamp(least, most))
+        return torch.cat(found, dim=-1)
 
     def parts(self, grid: Grid) -> list[TowerPart]:
         """The parts of a picture, whose rows see each other: its tiles, or all of it."""

@@ -300,7 +300,7 @@ def test_targets_and_ranks_are_exact(places: set[tuple[int, str]], ranks: list[i
     for layer in range(6):
         for key in SHAPES:
             path = f"model.layers.{layer}.{key}"
-            assert targeting.targets(path, is_table=False) is (path in paths)
+            assert targeting.targets(path, is_other=False) is (path in paths)
             if path in paths:
                 rank = targeting.lora_rank(path)
                 assert rank == paths[path]

@@ -114,6 +114,7 @@ def read_gemma4(config: Mapping[str, Any], text: ModelSpec, fields: Fields) -> P
         in_halves=True,
         stand_in=padding if text.embedding.inputs is not None else None,
         joins="windowed" if joins else "none",
+        wrapped=".linear",
     )
 
 

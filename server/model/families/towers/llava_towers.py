@@ -49,7 +49,9 @@ def read_llava(config: Mapping[str, Any], text: ModelSpec, fields: Fields) -> Pi
     norm = NormSpec("post_layernorm", parts.sizes.hidden, 1.0, kind="layer", has_weight=False)
     model = _tower(parts, layer, norm, merger, text, fields)
     form = PictureForm(added=added, tile=parts.tile)
-    return PictureSpec(model, token_id, form=form, pixels=parts.pixels, splits=parts.splits)
+    return PictureSpec(
+        model, token_id, form=form, pixels=parts.pixels, splits=parts.splits, path=parts.path
+    )
 
 
 def read_llava_next(
@@ -97,7 +99,8 @@ def read_mistral3(config: Mapping[str, Any], text: ModelSpec, fields: Fields) ->
     merger = replace(merger, joined=joined, side=side)
     norm = NormSpec(f"{_PROJECTOR}.norm", hidden, text.norm.epsilon)
     model = _tower(parts, layer, norm, merger, text, fields)
-    return PictureSpec(model, token_id, form=PictureForm(side), splits=parts.splits)
+    form = PictureForm(side)
+    return PictureSpec(model, token_id, form=form, splits=parts.splits, path=parts.path)
 
 
 def read_idefics3(config: Mapping[str, Any], text: ModelSpec, fields: Fields) -> PictureSpec | None:
@@ -117,7 +120,8 @@ def read_idefics3(config: Mapping[str, Any], text: ModelSpec, fields: Fields) ->
     merger = MergerSpec(product, tied=False, side=side)
     model = _tower(parts, parts.sizes.layers, norm, merger, text, fields)
     form = StretchedForm(side=side, tile=parts.tile)
-    return PictureSpec(model, token_id, form=form, pixels=parts.pixels)
+    path = "vision_model.encoder.layers"
+    return PictureSpec(model, token_id, form=form, pixels=parts.pixels, path=path)
 
 
 def read_internvl(config: Mapping[str, Any], text: ModelSpec, fields: Fields) -> PictureSpec | None:
@@ -151,7 +155,8 @@ def read_internvl(config: Mapping[str, Any], text: ModelSpec, fields: Fields) ->
         norm = replace(norm, has_weight=False, bias=False)
     model = _tower(parts, layer, norm, merger, text, fields)
     form = StretchedForm(side=side, tile=parts.tile)
-    return PictureSpec(model, token_id, form=form, pixels=parts.pixels)
+    path = "vision_tower.encoder.layer"
+    return PictureSpec(model, token_id, form=form, pixels=parts.pixels, path=path)
 
 
 def _check_side(side: int, parts: EncoderParts, key: str, fields: Fields) -> None:

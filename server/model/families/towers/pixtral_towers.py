@@ -12,6 +12,7 @@ from loraplex.server.model.spec.model_spec import LayerSpec, NormSpec, RopeSpec
 from loraplex.server.model.spec.picture_spec import PatchSpec
 
 PIXTRAL = "pixtral"
+_LAYERS = "vision_tower.transformer.layers"
 _EPSILON = 1e-5
 _USUAL: dict[str, Any] = {
     "hidden_size": 1024,
@@ -44,7 +45,7 @@ def pixtral_parts(fields: Fields) -> EncoderParts:
         norm=NormSpec("ln_pre", hidden, _EPSILON),
         kernel=(colours, patch, patch),
     )
-    return EncoderParts(sizes, embedding, _layer(sizes, _rope(fields)), splits=True)
+    return EncoderParts(sizes, embedding, _layer(sizes, _rope(fields)), splits=True, path=_LAYERS)
 
 
 def _layer(sizes: family.ModelSizes, rope: RopeSpec) -> LayerSpec:

@@ -114,6 +114,7 @@ def _read_qwen(
         form=PictureForm(side=encoder.merger.side),
         window=encoder.window,
         axes=_axes(config, text, fields, kind),
+        path="visual.blocks",
     )
 
 

@@ -553,7 +553,7 @@ class PicturedEngine(Engine):
         self.grids = {name: picture.grid for name, picture in PICTURES.items()}
         self._segments = defaultdict[str, list[int]](list)
         end = len(driver.arena)
-        for name, picture in (*PICTURES.items(), *PICTURES.items()):
+        for name, picture in [*PICTURES.items()] * 5:
             patches = picture.patches.numpy().tobytes()
             driver.arena[end - len(patches) : end] = patches
             end -= len(patches)
@@ -561,8 +561,8 @@ class PicturedEngine(Engine):
 
     def segment(self, picture: str) -> int:
         places = self._segments[picture]
-        places.reverse()  # the other may be on its way
-        return places[0]
+        places.append(places.pop(0))  # the others may be on their way
+        return places[-1]
 
     def _read_pictures(self) -> bool:
         """Patches are on their way on a thread, and here nothing else may happen meanwhile."""
@@ -582,15 +582,25 @@ class Pictured:
     """A base and its adapters, served, and as transformers and PEFT have them."""
 
     def __init__(
-        self, folder: Path, make_driver: Any = Driver, shards: int = 1, kind: str = "qwen2_5_vl"
+        self,
+        folder: Path,
+        make_driver: Any = Driver,
+        shards: int = 1,
+        kind: str = "qwen2_5_vl",
+        lora: Mapping[str, Any] | None = None,
     ) -> None:
+        """lora: configs of adapters by name; None = LORA."""
         base = make_pictured(kind)
         self.has_states = kind in STATEFUL
         self._before = BEFORE.get(kind, "")
         self.driver: Driver = make_driver(save_model(base, folder))
-        self.oracle: PeftModel = add_adapter(base, "one", LoraConfig(**LORA["one"]), 1)
-        self.oracle = add_adapter(self.oracle, "two", LoraConfig(**LORA["two"]), 2)
-        self.packed = {name: Packed(*pack(self.oracle, name, shards=shards)) for name in LORA}
+        model: PreTrainedModel | PeftModel = base
+        for seed, (name, config) in enumerate((lora or LORA).items(), 1):
+            model = add_adapter(model, name, LoraConfig(**config), seed)
+        assert isinstance(model, PeftModel)
+        self.oracle = model
+        names = [*self.oracle.peft_config]
+        self.packed = {name: Packed(*pack(self.oracle, name, shards=shards)) for name in names}
         self.names = {each.layout.digest: name for name, each in self.packed.items()}
 
     def name(self, picture: str) -> str:

@@ -276,7 +276,13 @@ def test_memory_of_pictures_is_one_line() -> None:
     assert "pictures" not in {line.name for line in memory_table(model, none, 0)}
     limits = picture_limits(model, engine, 100_000)
     assert limits is not None
-    assert (limits.most_tokens, limits.blocks(65)) == (8192, 2)
+    assert (limits.most_tokens, limits.blocks(65)) == (1 << 14, 2)
+    short = picture_limits(model, engine, 9999)
+    assert short is not None
+    assert short.most_tokens == 9999
+    much = picture_limits(model, msgspec.structs.replace(engine, picture_memory=8 << 30), 100_000)
+    assert much is not None
+    assert 40_000 < much.most_tokens < 100_000
     assert limits.num_blocks == engine.picture_memory // (64 * 3584 * 2)
     little = msgspec.structs.replace(engine, picture_memory=1000)
     with pytest.raises(ConfigError, match="one block alone takes 458752"):

@@ -6,11 +6,14 @@ from pathlib import Path
 import pytest
 
 from tests.server.model.families.pictured import Pictured, text
+from tests.server.model.families.test_tower_adapters import LORA
 from tests.server.model.sharding.processes import GroupDriver
 
 pytestmark = [
     pytest.mark.exhaustive,
-    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+    pytest.mark.filterwarnings(
+        "ignore::UserWarning", "ignore::FutureWarning", "ignore::RuntimeWarning"
+    ),
 ]
 
 
@@ -23,13 +26,18 @@ pytestmark = [
 )
 def test_each_process_reads_every_picture(kind: str, tmp_path: Path) -> None:
     make = partial(GroupDriver, shards=2, meeting=tmp_path / "meeting")
-    served = Pictured(tmp_path / "base", make, shards=2, kind=kind)
+    served = Pictured(tmp_path / "base", make, shards=2, kind=kind, lora=LORA)
     engine = served.engine(max_step_tokens=24)
     requests = [
         served.pictured(
-            [text(3, 0), "a", text(2, 1), "b"], adapter=served.digest("two"), max_tokens=3
+            [text(3, 0), "a", text(2, 1), "b"], adapter=served.digest("texts"), max_tokens=3
         ),
-        served.pictured([text(5, 2), "a", text(1, 3)], adapter=served.digest("one"), max_tokens=3),
+        *(
+            served.pictured(
+                [text(5, 2), "a", text(1, 3)], adapter=served.digest(name), max_tokens=3
+            )
+            for name in ("short", "every", "tower")
+        ),
         served.pictured([text(4, 4), "e", text(2, 5)], max_tokens=3),
     ]
     keys = {engine.submit(request): request for request in requests}

@@ -218,7 +218,7 @@ class StepLayout:
     def of(self, tokens: np.ndarray) -> "StepLayout":
         """Lay out some tokens alone, once the keys and values of all are written. tokens: int64
         `[n]`, in any order, of the batch. Neighbours of one slice are a slice; a slice of one token
-        is a decode where all before it are.
+        that sees none behind it is a decode where all before it are.
         """
         ends = np.cumsum(self.num_new)
         slices = np.searchsorted(ends, tokens, side="right")
@@ -226,18 +226,23 @@ class StepLayout:
         begins = np.flatnonzero(np.append(True, ~follows))
         num_new = np.diff(np.append(begins, len(tokens)))
         first, of = tokens[begins], slices[begins]
+        starts = self.starts[of] + first - (ends - self.num_new)[of]
+        is_prompt = num_new > 1
+        if self.lasts is not None:
+            is_prompt |= self.lasts[first] > starts
         places = to_device(tokens, self.positions.device)
         return replace(
             self,
-            num_decodes=int(np.argmax(np.append(num_new, 2) > 1)),
+            num_decodes=int(np.argmax(np.append(is_prompt, True))),
             seq_rows=self.seq_rows[of],
-            starts=self.starts[of] + first - (ends - self.num_new)[of],
+            starts=starts,
             num_new=num_new,
             token_rows=self.token_rows[places],
             positions=self.positions[places],
             saves=_no_saves(),
             replays=None,
             turns=None if self.turns is None else self.turns[:, places],
+            lasts=None if self.lasts is None else self.lasts[tokens],
         )
 
 

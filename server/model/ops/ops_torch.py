@@ -52,9 +52,9 @@ class DecodeGroup:
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
     """Chunk of a prompt: tokens begin .. end of the batch, the last ones of a context of `context`
-    tokens. pages: `[groups, 1, p]`. masks: by window, `[end - begin, context]`, or None =
-    plainly causal; with biases, what is added to scores, `[heads, 1, end - begin, context]`.
-    joining: of layers that join pictures.
+    tokens, unless they see some behind them. pages: `[groups, 1, p]`. masks: by window, `[end -
+    begin, context]`, or None = plainly causal; with biases, what is added to scores, `[heads, 1,
+    end - begin, context]`. joining: of layers that join pictures.
     """
 
     begin: int
@@ -195,9 +195,12 @@ class TorchOps(TorchProducts):
         begin = decodes
         for i in range(decodes, len(layout.starts)):
             start, count = int(layout.starts[i]), int(layout.num_new[i])
+            tokens = slice(begin, begin + count)
             context = start + count
+            if layout.lasts is not None:
+                context = max(context, int(layout.lasts[tokens].max()) + 1)
             width = -(-context // self.cache.page_size)
-            masks, joining = self._chunk_masks(layout, slice(begin, begin + count), start)
+            masks, joining = self._chunk_masks(layout, tokens, start, context)
             row = int(layout.seq_rows[i])
             table = layout.page_table[:, row : row + 1, :width]
             of_row = (torch.tensor([[n]], device=self.device) for n in (start, width))
@@ -206,19 +209,26 @@ class TorchOps(TorchProducts):
             begin += count
         return tuple(chunks)
 
-    def _chunk_masks(self, layout: StepLayout, tokens: slice, start: int) -> tuple[Masks, Masks]:
+    def _chunk_masks(
+        self, layout: StepLayout, tokens: slice, start: int, context: int
+    ) -> tuple[Masks, Masks]:
         """Masks of the layers, and of those that join pictures. tokens: of the batch."""
-        count = tokens.stop - tokens.start
-        masks = {window: self._chunk_mask(start, count, window) for window in self.windows}
+        of_chunk = start, tokens.stop - tokens.start, context
+        masks = {window: self._chunk_mask(*of_chunk, window) for window in self.windows}
         if layout.lasts is None:
             return masks, masks
         lasts = self._tensor(layout.lasts[tokens])
         return masks, {
-            window: self._chunk_mask(start, count, window, lasts) for window in self.windows
+            window: self._chunk_mask(*of_chunk, window, lasts) for window in self.windows
         }
 
     def _chunk_mask(
-        self, start: int, count: int, window: int | None, lasts: torch.Tensor | None = None
+        self,
+        start: int,
+        count: int,
+        context: int,
+        window: int | None,
+        lasts: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         if not self.model.is_causal:
             places = torch.arange(count, device=self.device)
@@ -227,10 +237,10 @@ class TorchOps(TorchProducts):
                 return seen
             biases = biases_within(self.biases, count).masked_fill(~seen, -torch.inf)
             return biases.to(self.cache.dtype)[:, None]
-        if lasts is None and start == 0 and (window is None or count <= window):
+        if lasts is None and context == count and (window is None or count <= window):
             return None
-        seen = torch.arange(start + count, device=self.device)
-        query = seen[start:, None]
+        seen = torch.arange(context, device=self.device)
+        query = seen[start : start + count, None]
         mask = seen <= (query if lasts is None else lasts[:, None])
         return mask if window is None else mask & (seen > query - window)
 

@@ -155,22 +155,27 @@ def gemma3(**text: Any) -> Gemma3Config:
     )
 
 
-def gemma4(vision: Mapping[str, Any], **text: Any) -> Gemma4Config:
-    """vision: further values of the encoder's."""
+def gemma4(vision: Mapping[str, Any], shared: int = 0, **text: Any) -> Gemma4Config:
+    """vision: further values of the encoder's. shared: last layers that read keys of others."""
     del text["rope_parameters"]
     sizes = {key: VISION[key] for key in ("hidden_size", "intermediate_size", "patch_size")}
     sizes |= {"num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 2}
     sizes |= {"head_dim": 12, "pooling_kernel_size": 2, "position_embedding_size": 20}
     kinds = ["sliding_attention", "full_attention", "full_attention"]
-    inputs = 10 * (not vision.get("standardize"))
+    if shared:
+        kinds = ["sliding_attention", "full_attention"] * 2
+        text["num_hidden_layers"] = 4
+    is_large = vision.get("standardize", False)
+    inputs = 10 * (shared > 0 or not is_large)
     text |= {
         "layer_types": kinds[: text["num_hidden_layers"]],
+        "num_kv_shared_layers": shared,
         "head_dim": 12,
         "global_head_dim": 20,
         "sliding_window": 7,
         "hidden_size_per_layer_input": inputs,
         "vocab_size_per_layer_input": text["vocab_size"],
-        "use_bidirectional_attention": None if inputs else "vision",
+        "use_bidirectional_attention": "vision" if is_large else None,
         "pad_token_id": 0,
     }
     return Gemma4Config(
@@ -229,6 +234,7 @@ STATEFUL = ("qwen3_5", "qwen3_5_moe")
 KINDS: dict[str, tuple[Any, Any]] = {
     "gemma3": (gemma3, Gemma3ForConditionalGeneration),
     "gemma4": (partial(gemma4, {"standardize": True}), Gemma4ForConditionalGeneration),
+    "gemma4_shared": (partial(gemma4, {"standardize": True}, 2), Gemma4ForConditionalGeneration),
     "gemma4_small": (
         partial(gemma4, {"use_clipped_linears": True}),
         Gemma4ForConditionalGeneration,
@@ -402,7 +408,7 @@ PICTURES |= {
 }
 
 
-POOLED = {"gemma4": "pooled ", "gemma4_small": "pooled "}
+POOLED = dict.fromkeys(("gemma4", "gemma4_shared", "gemma4_small"), "pooled ")
 PICTURES |= {
     "pooled " + name: Picture("pooled " + name, *size, frames=1) for name, size in _GRIDS.items()
 }

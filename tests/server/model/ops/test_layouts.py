@@ -1,5 +1,7 @@
 """Layouts of some tokens of a step."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from hypothesis import given
@@ -58,3 +60,15 @@ def test_what_follows_a_scored_prompt_is_a_prompt() -> None:
     part = layout_of(1, [3, 5]).of(np.array([0, 2, 3, 8]))
     assert part.num_decodes == 1
     assert part.num_new.tolist() == [1, 2, 1]
+
+
+def test_a_token_that_sees_others_behind_it_is_no_decode() -> None:
+    whole = layout_of(1, [3, 5])
+    lasts = whole.positions.numpy().copy()
+    lasts[5:7] = 22  # the second prompt's second token sees the third
+    part = replace(whole, lasts=lasts).of(np.array([0, 2, 5, 6, 8]))
+    assert part.num_decodes == 2
+    assert part.lasts is not None
+    assert part.lasts.tolist() == [0, 11, 22, 22, 24]
+    assert replace(whole, lasts=lasts).of(np.array([0, 5])).num_decodes == 1
+    assert whole.of(np.array([0, 5])).num_decodes == 2

@@ -92,6 +92,7 @@ a model's files are read in one way, and no code among them is run :: --tokenize
   --config-format --model-impl --use-tqdm-on-load --safetensors-* --ignore-patterns+
   --model-loader-extra-config --skip-server-warmup --trust-remote-code --code-revision
 each request says `return_hidden_states` :: --enable-return-hidden-states
+each request says `return_routed_experts` :: --enable-return-routed-experts
 the route of a request says what is computed :: --runner --task --convert --is-embedding!
 the model's own files say how images are read, and requests hold them :: --limit-mm-* --mm-*
   --media-io-kwargs --allowed-local-media-path

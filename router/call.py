@@ -17,7 +17,7 @@ from loraplex.router.parts.parts import CallDelta, ToolCall
 from loraplex.router.policy.prices import Receipt
 from loraplex.router.shape.shape import Shape
 from loraplex.router.tools.tools import Tools
-from loraplex.server.protocol import SamplingParams
+from loraplex.server.protocol import RoutedExperts, SamplingParams
 
 Api = Literal[
     "lorax",
@@ -242,7 +242,8 @@ class GenerationCall(msgspec.Struct, frozen=True):
     lists_all: tokens that a stop string has taken out of the text have logprobs, too.
     bad_words: texts that must not occur; sampling.bad_words has their ids once the model is known.
     vector: nothing is generated, and that is wanted of each prompt. last_states: each answer is
-    followed by the hidden state from which its last token was drawn.
+    followed by the hidden state from which its last token was drawn. routed_experts: those of each
+    token are reported.
     unbound: places in the body that bind nothing, though callers may think that they do.
     """
 
@@ -280,6 +281,7 @@ class GenerationCall(msgspec.Struct, frozen=True):
     bad_words: tuple[str, ...] = ()
     vector: VectorCall | None = None
     last_states: bool = False
+    routed_experts: bool = False
     unbound: tuple[str, ...] = ()
 
 
@@ -318,8 +320,8 @@ class TextEvent(msgspec.Struct, frozen=True):
     ChoiceResult, where `last_states` are wanted. tokens: empty unless logprobs were asked for.
     num_tokens: generated since the event before, whether or not `tokens` lists them. token_ids:
     their ids. reasoning, calls: what is no part of the text, where the answer is divided.
-    num_reasoning: tokens that are newly known to be the reasoning's. matched, elapsed_s: see
-    ChoiceResult; with `finish`.
+    num_reasoning: tokens that are newly known to be the reasoning's. matched, elapsed_s, routed:
+    see ChoiceResult; with `finish`.
     """
 
     prompt_index: int
@@ -335,6 +337,7 @@ class TextEvent(msgspec.Struct, frozen=True):
     matched: int | str | None = None
     elapsed_s: float = 0.0
     vector: tuple[float, ...] = ()
+    routed: RoutedExperts | None = None
 
 
 class ChoiceResult(msgspec.Struct, frozen=True):
@@ -344,7 +347,8 @@ class ChoiceResult(msgspec.Struct, frozen=True):
     what is no part of the text, where the answer is divided. reasoning_tokens: of
     `generated_tokens`, those of the reasoning and its markers. matched: the stop string or the
     token that ended it. elapsed_s: from the request's arrival to the choice's end. vector: what
-    was wanted of the prompt in place of an answer, or the answer's last state.
+    was wanted of the prompt in place of an answer, or the answer's last state. routed: experts of
+    the tokens of prompt and answer but the last one, which nothing was computed of.
     """
 
     prompt_index: int
@@ -361,6 +365,7 @@ class ChoiceResult(msgspec.Struct, frozen=True):
     matched: int | str | None = None
     elapsed_s: float = 0.0
     vector: tuple[float, ...] = ()
+    routed: RoutedExperts | None = None
 
 
 class PromptInfo(msgspec.Struct, frozen=True):

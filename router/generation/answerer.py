@@ -137,7 +137,8 @@ def _size(
     least = 2 + len(sampling.logprob_token_ids)
     tokens = sum(len(result.tokens) for result in results) * (least + (sampling.logprobs or 0))
     tokens += sum(len(info.tokens) for info in prompts) * (least + (sampling.prompt_logprobs or 0))
-    return _NUMBER_CHARS * (numbers + 2 * tokens)
+    routed = sum(4 * len(result.routed.chosen) for result in results if result.routed is not None)
+    return _NUMBER_CHARS * (numbers + 2 * tokens) + routed
 
 
 async def _stream(

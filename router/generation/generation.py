@@ -12,6 +12,7 @@ from functools import partial
 
 import msgspec
 
+from loraplex.router.api.routed_experts import RoutedTokens
 from loraplex.router.api.wire import completed
 from loraplex.router.call import (
     DIGEST_HEADER,
@@ -31,7 +32,7 @@ from loraplex.router.telemetry.observer import RequestObserver, SequenceObserver
 from loraplex.router.text.detokenizer import Detokenizer
 from loraplex.router.text.model import TextModel
 from loraplex.router.text.stream import ChoiceStream, prompt_tokens
-from loraplex.server.protocol import GenerateRequest, TokenEvent
+from loraplex.server.protocol import GenerateRequest, RoutedExperts, TokenEvent
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,9 @@ class _Choice:
     once it is there.
     """
 
-    __slots__ = ("elapsed_s", "observer", "reading", "run", "slot", "stream", "task", "vector")
+    __slots__ = ("elapsed_s", "observer", "reading", "run", "slot", "stream", "task", "vector") + (
+        *("routed", "tokens_routed"),
+    )
 
     def __init__(
         self,
@@ -70,10 +73,27 @@ class _Choice:
         self.elapsed_s = 0.0
         self.reading: SequenceRun | None = None
         self.vector: tuple[float, ...] = ()
+        self.tokens_routed = RoutedTokens()
+        self.routed: RoutedExperts | None = None
 
     def result(self) -> ChoiceResult:
-        result = self.stream.result()
-        return msgspec.structs.replace(result, elapsed_s=self.elapsed_s, vector=self.vector)
+        own = {"elapsed_s": self.elapsed_s, "vector": self.vector, "routed": self.routed}
+        return msgspec.structs.replace(self.stream.result(), **own)
+
+    def ended(self, text_event: TextEvent, elapsed_s: float, *, routed: bool) -> TextEvent:
+        """Return the text's last event with what is known at the end. routed: experts are reported.
+        Raises RequestError where none came."""
+        self.elapsed_s = elapsed_s
+        if routed:
+            self._end_routed()
+        own = {"elapsed_s": elapsed_s, "routed": self.routed}
+        return msgspec.structs.replace(text_event, **own)
+
+    def _end_routed(self) -> None:
+        generated = self.stream.result().generated_tokens
+        self.routed = self.tokens_routed.first(len(self.task.prompt.ids) + generated - 1)
+        if self.routed is None and self.stream.finish != "abort":
+            raise RequestError("internal", "the worker reports no experts of tokens")
 
     def stop(self) -> None:
         self.run.stop()
@@ -147,6 +167,7 @@ class Generation:
             tenant=self._context.tenant,
             adapter_scale=1.0 if adapter is None else adapter.scale,
             pictures=task.prompt.pictures,
+            routed_experts=call.routed_experts,
         )
         slot = task.index * call.best_of + choice
         stream = self._stream_of(task, choice)
@@ -260,10 +281,12 @@ class Generation:
             choice.observer.token(event)
         elif event.vector is not None:
             choice.observer.vector(event)
+        if event.routed is not None:
+            choice.tokens_routed.add(event.routed)
         text_event = stream.feed(event)
         if text_event is not None and stream.finish is not None:
-            choice.elapsed_s = self._observer.elapsed_s
-            text_event = msgspec.structs.replace(text_event, elapsed_s=choice.elapsed_s)
+            routed = self._call.routed_experts
+            text_event = choice.ended(text_event, self._observer.elapsed_s, routed=routed)
         if text_event is not None:
             parts.append(text_event)
         if stream.finish is None:

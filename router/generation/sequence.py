@@ -154,6 +154,7 @@ class SequenceRun:
             sampling=SamplingParams(max_tokens=0),
             vector=VectorParams(),
             drafts=None,
+            routed_experts=False,
         )
         return SequenceRun(self._context, slot, request, observer, self._bill)
 

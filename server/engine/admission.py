@@ -28,6 +28,8 @@ _LARGEST_BIAS = 1e6
 # Prompt logprobs travel in one event, which must fit the worker's frame of 16 MiB: a value takes 15
 # bytes, and a token 24.
 MAX_PROMPT_LOGPROBS = 400_000
+# The experts of a prompt travel in one event, too, perhaps with its logprobs.
+MAX_ROUTED_BYTES = 8 << 20
 _INT32_MAX = 2**31 - 1
 
 
@@ -53,7 +55,7 @@ def refuse(request: GenerateRequest, limits: ExecutorLimits) -> Refusal | None:
     problem = _bad_vocabulary(request, limits) or _bad_ids(request, num_ids(request, limits))
     problem = problem or bad_sampling(request.sampling)
     problem = problem or _bad_identity(request) or _too_many_logprobs(request)
-    problem = problem or _bad_vector(request, limits)
+    problem = problem or _bad_vector(request, limits) or _too_many_routed(request, limits)
     if problem is not None:
         return Refusal("invalid_request", problem)
     problem = _bad_pictures(request, limits) if request.pictures else None
@@ -157,6 +159,18 @@ def _too_many_logprobs(request: GenerateRequest) -> str | None:
     if each is None or len(request.prompt_ids) * (each + listed + 1) <= MAX_PROMPT_LOGPROBS:
         return None
     return f"prompt_logprobs: at most {MAX_PROMPT_LOGPROBS} values over the prompt, ask for fewer"
+
+
+def _too_many_routed(request: GenerateRequest, limits: ExecutorLimits) -> str | None:
+    """Why the experts of the request's tokens cannot be reported, or None."""
+    if not request.routed_experts:
+        return None
+    if limits.routing is None:
+        return "return_routed_experts: the model has no experts that tokens are routed to"
+    most = MAX_ROUTED_BYTES // limits.routing.nbytes
+    if token_limit(request, limits) <= most:
+        return None
+    return f"return_routed_experts: at most {most} tokens of prompt and answer, ask for fewer"
 
 
 def _bad_vector(request: GenerateRequest, limits: ExecutorLimits) -> str | None:

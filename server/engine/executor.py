@@ -9,7 +9,7 @@ import numpy as np
 from loraplex.adapters.base import MAX_NEW_IDS
 from loraplex.adapters.manifest import SlabLayout
 from loraplex.server.engine.plan import SliceResult, StepPlan
-from loraplex.server.protocol import AnyForm, Grid
+from loraplex.server.protocol import AnyForm, Grid, RoutingForm
 
 # The error message for a copy that failed through no fault of the adapter.
 COPY_FAILED = "it could not be copied to the device"
@@ -72,7 +72,8 @@ class ExecutorLimits(msgspec.Struct, frozen=True):
     there; estimates, by which a step's time is shared. num_devices: that compute a step together.
     pictures: None = the base reads none.
 
-    host_pages, disk_pages: pages that host memory and the disk can keep.
+    host_pages, disk_pages: pages that host memory and the disk can keep. routing: of layers with
+    experts, all of which choose as many; None = there are none.
     """
 
     num_pages: int
@@ -99,6 +100,7 @@ class ExecutorLimits(msgspec.Struct, frozen=True):
     pictures: PictureLimits | None = None
     host_pages: int = 0
     disk_pages: int = 0
+    routing: RoutingForm | None = None
 
     @property
     def table_slots(self) -> int:

@@ -90,6 +90,7 @@ class SeqSlice(msgspec.Struct, frozen=True, array_like=True):
     whose mean is wanted. Such a slice draws nothing.
     saves: of a prompt slice, in the order of their positions. replays: tokens before `start` that
     the row's state has not taken: those of its last draft that were right. It takes them first.
+    routed: return the experts that its tokens go to.
     """
 
     kind: SliceKind
@@ -104,6 +105,7 @@ class SeqSlice(msgspec.Struct, frozen=True, array_like=True):
     vector: VectorParams | None = None
     saves: list[StateSave] = []
     replays: int = 0
+    routed: bool = False
 
     @property
     def draft(self) -> list[int]:
@@ -153,6 +155,8 @@ class SliceResult(msgspec.Struct, frozen=True, array_like=True):
     vector: of the slice that ends a prompt whose vector is wanted: little-endian float32.
     failed: numbers that are not finite; the sequence ends in an error and its neighbours are
     untouched.
+    routed: experts of the slice's tokens, but of a draft only those that were right, as of
+    `RoutingForm`; None = they were not asked for.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -160,3 +164,4 @@ class SliceResult(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: list[TokenLogprob] | None = None
     failed: bool = False
     vector: bytes | None = None
+    routed: bytes | None = None

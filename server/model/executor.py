@@ -35,9 +35,9 @@ from loraplex.server.model.lora.output_vectors import OutputVectors
 from loraplex.server.model.one_by_one import OneByOne
 from loraplex.server.model.ops.memory import LOGITS_ROWS, state_bytes
 from loraplex.server.model.ops.ops import StepLayout
-from loraplex.server.model.ops.ops_torch import TorchOps
 from loraplex.server.model.ops.sizes import padded, padded_size
 from loraplex.server.model.ops.transfers import to_device, to_host
+from loraplex.server.model.routed_experts import HostRouted
 from loraplex.server.model.sampling.masks import MaskMemory
 from loraplex.server.model.sampling.pooling import PooledSlice, Pooler, pooled_slices
 from loraplex.server.model.sampling.results import Held, HostVectors, PromptLogprobs, StepTicket
@@ -119,10 +119,11 @@ class TorchExecutor:
         self._row_sizes = built.row_sizes
         self._parameters = parts.parameters
         self._is_invariant = config.batch_invariant
-        self._one_by_one: OneByOne | None = None
-        if self._is_invariant and isinstance(built.decoder.ops, TorchOps):
-            self._one_by_one = OneByOne(built.decoder)
+        self._one_by_one = OneByOne.of(built) if self._is_invariant else None
         rows_at_once = 1 if self._is_invariant else LOGITS_ROWS
+        self._chosen_experts = built.chosen_experts
+        # From this layer on tokens are computed whose results somebody needs.
+        self._wanted_from = built.decoder.mixers[built.decoder.last_writer].layer
         self._sampler = Sampler(self._rows, self._parameters, built.draws, rows_at_once)
         heads = ScoreHeads(built.decoder, self._table)
         self._pooler = Pooler(heads.scores, heads.vectors, self.device)
@@ -288,13 +289,43 @@ class TorchExecutor:
         self._write_again(slices, places, special)
         if len(places) < len(batch):
             token_ids = token_ids[to_device(places, self.device)]
+        asked = [place for place, piece in enumerate(slices) if piece.routed]
+        routed = self._routed(asked, np.ones(len(asked), np.int64), np.array(asked, np.int64))
         rows, waiting = ToDraw(step.logits, places, seq_rows, lengths), _waiting(slices)
         if waiting is None:
             drawn, held = self._draw(rows, places, special, token_ids), None
         else:
             own = waiting[places]
             drawn, held = None, Held(rows, places, own, special | own, token_ids)
-        return self._ticket(list(range(len(batch))), places, drawn, (), held)
+        return self._ticket(list(range(len(batch))), places, drawn, (), held, routed=routed)
+
+    def _routed(
+        self,
+        places: Sequence[int],
+        counts: np.ndarray,
+        tokens: np.ndarray,
+        ends: np.ndarray | None = None,
+    ) -> HostRouted | None:
+        """Read the experts of slices, after what computes their tokens. The parameters are those of
+        `ChosenExperts.of`; ends: None = as tokens."""
+        if not len(places) or self._chosen_experts is None:
+            return None
+        ends = tokens if ends is None else ends
+        return self._chosen_experts.of((places, counts), tokens, ends, self._wanted_from)
+
+    def _routed_of(
+        self, step: Step, layout: StepLayout, wanted: np.ndarray, *, captured: bool
+    ) -> HostRouted | None:
+        """Read the experts of the step's slices that ask for them. wanted: tokens whose results are
+        computed, which are all that the last layers compute."""
+        asked = step.routed
+        if not asked:
+            return None
+        tokens = step.tokens_of(asked)
+        ends = tokens if self._one_by_one is not None else np.searchsorted(wanted, tokens)
+        if captured:
+            tokens = (tokens - self._token_graphs.shift(layout)) % len(step.token_slots)
+        return self._routed(asked, step.num_new[asked], tokens, ends)
 
     def _write_again(
         self, slices: Sequence[SeqSlice], places: np.ndarray, special: np.ndarray
@@ -322,6 +353,7 @@ class TorchExecutor:
             self._token_graphs.forward if captured else partial(self._forward, meanwhile, step)
         )
         normed = forward(token_ids, layout, step.token_slots, padded(wanted, sizes))
+        routed = self._routed_of(step, layout, wanted, captured=captured)
 
         def hidden_of(tokens: np.ndarray) -> torch.Tensor:
             """Return hidden states of the tokens, and what pads them."""
@@ -344,7 +376,7 @@ class TorchExecutor:
         )
         places = step.samples
         if not places.size:
-            return self._ticket(step.order.tolist(), places, None, prompts, None, vectors)
+            return self._ticket(step.order.tolist(), places, None, prompts, None, vectors, routed)
         lengths = step.starts[places] + step.num_new[places]
         logits = logits_of(step.ends[places])
         wide = self._table.is_wide(step.token_slots[step.ends[places]])
@@ -357,7 +389,7 @@ class TorchExecutor:
             token_ids = torch.empty(len(places), dtype=torch.int32, device=self.device)
             chosen = np.ones(len(places), dtype=bool)
             drawn, held = None, Held(rows, places, waiting[places], chosen, token_ids)
-        return self._ticket(step.order.tolist(), places, drawn, prompts, held, vectors)
+        return self._ticket(step.order.tolist(), places, drawn, prompts, held, vectors, routed)
 
     def _of_pairs(self, step: Step) -> StepLayout:
         """The layout, in which positions of second texts lie behind those of first ones, as in
@@ -428,11 +460,13 @@ class TorchExecutor:
         prompts: tuple[PromptLogprobs, ...],
         held: Held | None,
         vectors: tuple[HostVectors, ...] = (),
+        routed: HostRouted | None = None,
     ) -> StepTicket:
         token_ids = None if drawn is None else to_host(drawn.token_ids)
         found = () if drawn is None else drawn.logprobs
         done = self._mark() if held is None else None
-        return StepTicket(order, samples.tolist(), token_ids, found, prompts, done, held, vectors)
+        results = (token_ids, found, prompts, done, held, vectors, routed)
+        return StepTicket(order, samples.tolist(), *results)
 
     def _mark(self) -> torch.cuda.Event | None:
         """An event that is done when all that was launched so far is done."""
@@ -463,7 +497,10 @@ def _scored(step: Step, rows: Rows) -> list[ScoredSlice]:
 
 def _wanted(step: Step, scored: Sequence[ScoredSlice], pooled: Sequence[PooledSlice]) -> np.ndarray:
     """The tokens whose result is needed, int64 `[n]`, ascending: those that give a sample, those
-    that predict a token of a scored prompt, and those of a vector."""
+    that predict a token of a scored prompt, those of a vector, and those whose experts are asked
+    for."""
     predicting = [np.arange(s.begin, s.begin + s.predicted) for s in scored]
     numbers = [s.tokens for s in pooled]
+    if routed := step.routed:
+        numbers.append(step.tokens_of(routed))
     return np.unique(np.concatenate([step.ends[step.samples], *predicting, *numbers]))

@@ -12,14 +12,27 @@ import numpy as np
 import torch
 
 from loraplex.server.model.decoder import Decoder, Wanted
+from loraplex.server.model.graphs.parts import Built
 from loraplex.server.model.ops.ops import StepLayout
+from loraplex.server.model.ops.ops_torch import TorchOps
+from loraplex.server.model.routed_experts import ChosenExperts
 
 
 class OneByOne:
     """Computes the forward pass of steps, and logits, token after token."""
 
-    def __init__(self, decoder: Decoder[Any, Any, Any]) -> None:
-        self._decoder = decoder
+    def __init__(
+        self, decoder: Decoder[Any, Any, Any], chosen_experts: ChosenExperts | None
+    ) -> None:
+        """Compute by a decoder. chosen_experts: where its operations note them."""
+        self._decoder, self._chosen_experts = decoder, chosen_experts
+
+    @classmethod
+    def of(cls, built: Built) -> "OneByOne | None":
+        """None where kernels compute a token alike in any step."""
+        if not isinstance(built.decoder.ops, TorchOps):
+            return None
+        return cls(built.decoder, built.chosen_experts)
 
     def forward(
         self,
@@ -36,6 +49,8 @@ class OneByOne:
         is_wanted[wanted] = 1
         for at, own in enumerate(tokens_apart(layout)):
             one = slice(at, at + 1)
+            if self._chosen_experts is not None:
+                self._chosen_experts.first = at
             lora = ops.lora(token_slots[one])
             rows = torch.zeros(int(is_wanted[at]), dtype=torch.int64, device=token_ids.device)
             plan = ops.plan(own)

@@ -123,6 +123,33 @@ class VectorParams(msgspec.Struct, frozen=True, array_like=True):
     second: int | None = None
 
 
+class RoutingForm(msgspec.Struct, frozen=True, array_like=True):
+    """Numbers that say which experts a token goes to: `top_k` for each of the model's layers, zeros
+    for a layer without experts, of `itemsize` bytes each, little-endian."""
+
+    layers: int
+    top_k: int
+    itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a token."""
+        return self.layers * self.top_k * self.itemsize
+
+
+class RoutedExperts(msgspec.Struct, frozen=True, array_like=True):
+    """Experts of tokens that follow one another, the first of which has the position `start`."""
+
+    form: RoutingForm
+    start: int
+    chosen: bytes
+
+    @property
+    def end(self) -> int:
+        """The position behind the last of the tokens."""
+        return self.start + len(self.chosen) // self.form.nbytes
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, tag="gr"):
     """One sequence to generate. `n` choices are n requests with the same prompt and seed.
 
@@ -136,6 +163,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, tag="gr"):
     tenant: an opaque word for whose the sequence is, by which work takes turns; "" = nobody's.
     adapter_scale: multiplies all that the adapter adds; only for an adapter of LoRA alone.
     pictures: in the order of the prompt; their placeholders do not overlap.
+    routed_experts: the experts that its tokens go to are reported. All tokens are computed then.
     """
 
     request_id: str
@@ -156,6 +184,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, tag="gr"):
     tenant: str = ""
     adapter_scale: float = 1.0
     pictures: tuple[PictureSpan, ...] = ()
+    routed_experts: bool = False
 
     @property
     def acting(self) -> str | None:
@@ -211,6 +240,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs, cached_tokens: on the first event. load_s: there too, the seconds for which it
     waited for its adapter, if it did. vector: on the last event of a sequence that was read for
     one, its numbers as little-endian float32. cost: on the last event, if a step had the sequence.
+    routed: the experts of the tokens that were computed since the event before, if asked for.
     """
 
     request_id: str
@@ -227,6 +257,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     load_s: float | None = None
     vector: bytes | None = None
     cost: DeviceCost | None = None
+    routed: RoutedExperts | None = None
 
 
 class StepEvents(msgspec.Struct, frozen=True, array_like=True, tag="se"):

@@ -23,6 +23,7 @@ from loraplex.router.api.openai.openai_formatter import (
     PromptLogprobs,
     ReasoningSent,
     Usage,
+    experts_of,
     listed,
     state_of,
     stopped,
@@ -97,7 +98,7 @@ class AnswerMessage(msgspec.Struct, frozen=True):
 class ChatChoice(msgspec.Struct, frozen=True):
     """One choice of a whole answer. stop_reason, matched_stop: the stop string or the token that
     ended it; the former is null of the model's own end. hidden_states: the state from which the
-    last token was drawn, where it was asked for.
+    last token was drawn, where it was asked for. routed_experts: as of a completion's choice.
     """
 
     index: int
@@ -108,6 +109,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
     matched_stop: int | str | None
     token_ids: list[int] | None
     hidden_states: list[float] | UnsetType = UNSET
+    routed_experts: str | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct, frozen=True):
@@ -149,8 +151,8 @@ class Delta(msgspec.Struct, frozen=True):
 
 
 class ChunkChoice(msgspec.Struct, frozen=True):
-    """One choice in a chunk of a stream. stop_reason, matched_stop: as of a whole answer's; null
-    before the end.
+    """One choice in a chunk of a stream. stop_reason, matched_stop, routed_experts: as of a whole
+    answer's; before the end null, but the last is absent.
     """
 
     index: int
@@ -160,6 +162,7 @@ class ChunkChoice(msgspec.Struct, frozen=True):
     stop_reason: int | str | None = None
     matched_stop: int | str | None = None
     token_ids: list[int] | None = None
+    routed_experts: str | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct, frozen=True):
@@ -223,8 +226,8 @@ class ChatFormatter(OpenAIFormatter):
             data += self._chunk(ChunkChoice(event.choice, delta, token_ids=none))
         if event.finish is not None:
             reason = self._finish_reason(event.finish, event.choice in self._calling)
-            end = ChunkChoice(event.choice, Delta(), None, reason, *stopped(event), none)
-            data += self._chunk(end)
+            ended = (*stopped(event), none, experts_of(event))
+            data += self._chunk(ChunkChoice(event.choice, Delta(), None, reason, *ended))
         return data
 
     def _reasoning_now(self, event: TextEvent) -> str:
@@ -251,6 +254,7 @@ class ChatFormatter(OpenAIFormatter):
                 *stopped(result),
                 self._options.ids(result.token_ids),
                 state_of(result),
+                experts_of(result),
             )
             for result in results
         ]

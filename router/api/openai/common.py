@@ -99,6 +99,7 @@ class OpenAIBody(SharedBody, frozen=True, kw_only=True):
     From structured_outputs on: forms of the answer as vLLM asks for them, SGLang from json_schema
     on, and llama.cpp, which has `grammar`. guided_decoding_backend: of no effect.
     return_hidden_states (SGLang's): of each choice, the state from which its last token was drawn.
+    return_routed_experts (SGLang's): experts of each token of prompt and choice.
     """
 
     response_format: dict[str, Any] | None = None
@@ -124,6 +125,7 @@ class OpenAIBody(SharedBody, frozen=True, kw_only=True):
     bad_words: list[StopString] | None = None
     stop_regex: Pattern | list[Pattern] | None = None
     return_hidden_states: bool | Literal["last"] | None = None
+    return_routed_experts: bool | None = None
 
 
 S = TypeVar("S", bound=SharedBody)
@@ -306,6 +308,7 @@ def with_shape(call: GenerationCall, request: OpenAIBody, limits: ApiLimits) -> 
         sampling=sampling,
         stop_regex=check_patterns(request.stop_regex, "stop_regex"),
         last_states=bool(request.return_hidden_states),
+        routed_experts=bool(request.return_routed_experts),
     )
 
 

@@ -21,6 +21,7 @@ from loraplex.router.api.openai.openai_formatter import (
     PromptLogprobs,
     TextFinish,
     Usage,
+    experts_of,
     listed,
     state_of,
     stopped,
@@ -54,6 +55,9 @@ class CompletionChoice(msgspec.Struct, frozen=True):
 
     token_ids: generated, without an echoed prompt's. hidden_states: the state from which the last
     token was drawn, where it was asked for; of a stream, in a chunk behind the choice's end.
+    routed_experts: numpy's file in base64, uint8 or uint16 `[tokens - 1, layers, top_k]`: of the
+    tokens of prompt and answer but the last, where they were asked for; of a stream, with
+    `finish_reason`.
     """
 
     index: int
@@ -66,6 +70,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None | UnsetType = UNSET
     hidden_states: list[float] | UnsetType = UNSET
+    routed_experts: str | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -117,7 +122,8 @@ class CompletionsFormatter(OpenAIFormatter):
         logprobs = self._logprobs(tokens, _offsets(tokens, offset))
         reason = None if event.finish is None else self._ended(event.finish)
         choice = CompletionChoice(index, event.text, logprobs, reason, *stopped(event), ids)
-        return self._chunk(msgspec.structs.replace(choice, hidden_states=state_of(event)))
+        more = {"hidden_states": state_of(event), "routed_experts": experts_of(event)}
+        return self._chunk(msgspec.structs.replace(choice, **more))
 
     def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> bytes:
         """Writes the whole answer at once. Raises RequestError (incomplete)."""
@@ -143,6 +149,7 @@ class CompletionsFormatter(OpenAIFormatter):
             self._options.ids(info.token_ids),
             self._prompt_logprobs(info),
             state_of(result),
+            experts_of(result),
         )
 
     def _counts_alone(self, usage: Usage) -> Completion:

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from loraplex.router.api.routed_experts import as_npy
 from loraplex.router.api.wire import completed, finite, sse, sse_error
 from loraplex.router.call import (
     AnswerHead,
@@ -175,6 +176,11 @@ def stopped(ended: ChoiceResult | TextEvent) -> tuple[int | str | None, int | st
 def state_of(ended: ChoiceResult | TextEvent) -> list[float] | UnsetType:
     """Return the last hidden state of a choice, as SGLang does: absent unless asked for."""
     return list(ended.vector) or UNSET
+
+
+def experts_of(ended: ChoiceResult | TextEvent) -> str | UnsetType:
+    """Write the experts of a choice, as vLLM does: absent unless asked for."""
+    return UNSET if ended.routed is None else as_npy(ended.routed)
 
 
 def _usage(prompts: Sequence[PromptInfo], completion_tokens: int, reasoning_tokens: int) -> Usage:

@@ -108,8 +108,9 @@ ELSEWHERE: dict[str, Elsewhere] = {
     **_row("return_prompt_text return_token_offsets", "`/tokenize` returns them"),
     **_row("return_cached_tokens_details return_meta_info", "`usage` holds what is known"),
     **_row("return_hidden_states", "`/v1/completions` sends the state of the last token"),
-    **_row("return_routed_experts return_sampling_mask", "texts, ids and logprobs are reported"),
-    **_row("routed_experts_start_len routed_experts_prompt_start", "experts are not reported", 0),
+    **_row("return_sampling_mask", "texts, ids and logprobs are reported"),
+    **_row("return_routed_experts", "completions, chats and `/generate` report experts"),
+    **_row("routed_experts_start_len routed_experts_prompt_start", "all tokens are reported", 0),
     **_only("detokenize", "answers are texts; `return_token_ids` adds ids", True),
     **_row("stream_interval", "the tokens of a step are one chunk", 1),
     # The caller, and the place where it runs

@@ -35,6 +35,7 @@ from loraplex.router.api.request.known_elsewhere import (
     unsupported,
 )
 from loraplex.router.api.request.shapes import StructuredOutputs
+from loraplex.router.api.routed_experts import as_int32
 from loraplex.router.api.wire import completed, encode, finite, sse, sse_error
 from loraplex.router.call import (
     AnswerHead,
@@ -46,6 +47,7 @@ from loraplex.router.call import (
     TextToken,
     TopToken,
 )
+from loraplex.server.protocol import RoutedExperts
 
 
 class SglangOptions(msgspec.Struct, frozen=True):
@@ -53,7 +55,7 @@ class SglangOptions(msgspec.Struct, frozen=True):
 
     rid: the caller's own id. rids: one for each prompt. top: likeliest tokens beside each; None =
     no logprobs. prompt_from: the first of the prompt's tokens that has a logprob; None = none has.
-    lists: the call lists tokens by id.
+    lists: the call lists tokens by id. routed_from: the first token whose experts are reported.
     """
 
     n: int
@@ -64,6 +66,7 @@ class SglangOptions(msgspec.Struct, frozen=True):
     prompt_from: int | None = None
     with_texts: bool = False
     lists: bool = False
+    routed_from: int = 0
 
 
 class TokenScore(NamedTuple):
@@ -101,6 +104,8 @@ class AbortFinish(msgspec.Struct, frozen=True, tag_field="type", tag="abort"):
 class MetaInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about an answer, apart from its text. finish_reason: null while it goes on.
     e2e_latency: seconds, at the end. From input_token_logprobs on: where they were asked for.
+    routed_experts: int32 `[tokens - 1, layers, top_k]` in base64, at the end: of the tokens of
+    prompt and answer but the last, from `routed_experts_start_len` on.
     """
 
     id: str
@@ -115,6 +120,7 @@ class MetaInfo(msgspec.Struct, frozen=True, kw_only=True):
     output_top_logprobs: list[list[TokenScore] | None] | UnsetType = UNSET
     input_token_ids_logprobs: list[list[TokenScore] | None] | UnsetType = UNSET
     output_token_ids_logprobs: list[list[TokenScore] | None] | UnsetType = UNSET
+    routed_experts: str | UnsetType = UNSET
 
 
 class SglangAnswer(msgspec.Struct, frozen=True):
@@ -135,6 +141,7 @@ class _SoFar(msgspec.Struct):
     finish: FinishReason | None = None
     matched: int | str | None = None
     elapsed_s: float = 0.0
+    routed: RoutedExperts | None = None
 
 
 class SglangFormatter:
@@ -160,7 +167,7 @@ class SglangFormatter:
         known.ids += event.token_ids
         known.tokens += event.tokens
         known.finish, known.matched = event.finish, event.matched
-        known.elapsed_s = event.elapsed_s
+        known.elapsed_s, known.routed = event.elapsed_s, event.routed
         answer = self._answer(event.prompt_index, event.choice, known)
         if self._options.is_list:
             answer = msgspec.structs.replace(answer, index=index)
@@ -189,10 +196,18 @@ class SglangFormatter:
             completion_tokens=len(known.ids),
             cached_tokens=info.cached_tokens,
             e2e_latency=known.elapsed_s if has_ended else UNSET,
+            routed_experts=self._experts(known, info),
         )
         if self._options.top is not None:
             meta = self._scored(meta, info, known.tokens, self._options.top)
         return SglangAnswer(known.text, known.ids, meta)
+
+    def _experts(self, known: _SoFar, info: PromptInfo) -> str | UnsetType:
+        """Writes the experts of a choice that has ended. Raises RequestError."""
+        start = self._options.routed_from
+        most = f"expected 0 to the prompt's {info.num_tokens} tokens"
+        require(start <= info.num_tokens, most, "routed_experts_start_len")
+        return UNSET if known.routed is None else as_int32(known.routed, start)
 
     def _id_of(self, prompt: int, choice: int) -> str:
         """Makes an answer's id: each answer has its own."""
@@ -252,6 +267,7 @@ def so_far(result: ChoiceResult | TextEvent) -> _SoFar:
         finish=result.finish,
         matched=result.matched,
         elapsed_s=result.elapsed_s,
+        routed=result.routed,
     )
 
 
@@ -330,6 +346,7 @@ class SglangBody(Body, frozen=True, kw_only=True):
     Of a list of values for several prompts, all are the same: one adapter and one way to draw.
     logprob_start_len: of the prompt's tokens, the first with a logprob. token_ids_logprob: tokens
     whose logprobs are wanted at each place, or a list of them for each prompt.
+    routed_experts_start_len: the first token whose experts are reported.
     """
 
     # They change nothing about the answer, whatever they say.
@@ -351,6 +368,8 @@ class SglangBody(Body, frozen=True, kw_only=True):
     priority: Priority | None = None
     cache_salt: CacheSalt | None = None
     logprobs_mode: LogprobsMode | None = None
+    return_routed_experts: bool | None = None
+    routed_experts_start_len: NonNegative | None = None
 
 
 # A completion's names of the fields.
@@ -445,6 +464,7 @@ def _options(body: SglangBody, prompt: str | list[Any], n: int, scored: bool) ->
         prompt_from=start if scored and start is not None and start >= 0 else None,
         with_texts=bool(body.return_text_in_logprobs),
         lists=scored and bool(body.token_ids_logprob),
+        routed_from=body.routed_experts_start_len or 0,
     )
 
 
@@ -480,6 +500,7 @@ def _completion(
         priority=body.priority,
         cache_salt=body.cache_salt,
         logprobs_mode=body.logprobs_mode,
+        return_routed_experts=body.return_routed_experts,
         **{name: getattr(sampling, name) for name in _SAME},
     )
 

@@ -42,6 +42,7 @@ from loraplex.router.api.request.known_elsewhere import (
     typed_by_aliases,
 )
 from loraplex.router.api.request.shapes import StructuredOutputs
+from loraplex.router.api.routed_experts import as_npy
 from loraplex.router.api.wire import encode, finite, sse
 from loraplex.router.call import (
     AnswerHead,
@@ -110,6 +111,7 @@ class TokensBody(Body, frozen=True, kw_only=True):
     cache_salt: CacheSalt | None = None
     priority: Priority | None = None
     return_token_ids: bool | None = None
+    return_routed_experts: bool | None = None
     logprobs_mode: LogprobsMode | None = None
 
 
@@ -154,7 +156,7 @@ def _completion(body: TokensBody, said: TokensSampling) -> CompletionsBody:
 
 
 _SAME = ("model", "request_id", "stream", "stream_options", "cache_salt", "priority") + (
-    *("return_token_ids", "logprobs_mode"),
+    *("return_token_ids", "return_routed_experts", "logprobs_mode"),
 )
 
 
@@ -185,6 +187,7 @@ class TokensLogprobs(msgspec.Struct, frozen=True):
 class TokensChoice(msgspec.Struct, frozen=True):
     """One choice of an answer, or what is new of the choice. token_ids: the token that ended it
     included. stop_reason: the stop string or token of the caller's; null of the model's own end.
+    routed_experts: as of a completion's choice; null unless they were asked for.
     """
 
     index: int
@@ -192,7 +195,7 @@ class TokensChoice(msgspec.Struct, frozen=True):
     finish_reason: Literal["stop", "length", "abort"] | None
     stop_reason: int | str | None
     logprobs: TokensLogprobs | None
-    routed_experts: None = None
+    routed_experts: str | None = None
 
 
 class TokensAnswer(msgspec.Struct, frozen=True):
@@ -252,9 +255,9 @@ class TokensFormatter(OpenAIFormatter):
     def _choice(self, said: ChoiceResult | TextEvent) -> TokensChoice:
         finish = None if said.finish is None else self._ended(said.finish)
         stop, _ = stopped(said)
-        return TokensChoice(
-            said.choice, list(said.token_ids), finish, stop, self._logprobs(said.tokens)
-        )
+        experts = None if said.routed is None else as_npy(said.routed)
+        logprobs = self._logprobs(said.tokens)
+        return TokensChoice(said.choice, list(said.token_ids), finish, stop, logprobs, experts)
 
     def _logprobs(self, tokens: Sequence[TextToken]) -> TokensLogprobs | None:
         most = self._options.logprobs

@@ -135,6 +135,7 @@ class Batch:
                 vector=sequence.vector_at(end),
                 saves=[] if is_decode else self._states.saves_of(sequence, start, end),
                 replays=start - sequence.num_in_state if self._has_states else 0,
+                routed=sequence.request.routed_experts,
             )
         )
         self.sequences.append(sequence)

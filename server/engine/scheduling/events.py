@@ -129,6 +129,7 @@ def token_event(
         cached_tokens=sequence.cached_tokens if first else None,
         load_s=sequence.load_s or None if first else None,
         vector=vector,
+        routed=sequence.take_routed(),
     )
     return SequenceEvent(sequence.key, event)
 

@@ -500,8 +500,7 @@ class Scheduler:
             self.pages.forget(sequence)
             self._fail(sequence, "internal", not_finite(sequence.adapter))
             return
-        if piece.prompt_logprobs:
-            sequence.prompt_logprobs += result.prompt_logprobs or ()
+        self._note(sequence, piece, result)
         end = piece.start + piece.num_new
         if sequence.is_late:
             end -= 1 + len(piece.draft)
@@ -527,6 +526,13 @@ class Scheduler:
         self.pages.publish(sequence, end)
         if self._events[-1].event.finish is not None:
             self._end(sequence)
+
+    def _note(self, sequence: Sequence, piece: SeqSlice, result: SliceResult) -> None:
+        """Keep what the sequence's events report beside its tokens."""
+        if piece.prompt_logprobs:
+            sequence.prompt_logprobs += result.prompt_logprobs or ()
+        if result.routed is not None and self.limits.routing is not None:
+            sequence.note_routed(piece.start, result.routed, self.limits.routing)
 
     def _fail(self, sequence: Sequence, code: ErrorCode, message: str) -> None:
         self._events.append(error_event(sequence, code, message))

@@ -24,6 +24,8 @@ from loraplex.server.engine.memory.pages import (
 from loraplex.server.protocol import (
     BACKGROUND_PRIORITY,
     GenerateRequest,
+    RoutedExperts,
+    RoutingForm,
     TokenLogprob,
     VectorParams,
 )
@@ -135,6 +137,8 @@ class Sequence:
     last_input: int = 0  # tokens that are ever inputs; an output's last token never is
     pictures_end: int = 0  # the first token behind all pictures; 0 = there are none
     joins_pictures: bool = False  # the tokens of a picture are computed together
+    routed: RoutedExperts | None = None  # that no event has reported
+    routed_end: int = 0  # tokens whose experts were noted
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.request.prompt_ids)
@@ -224,10 +228,26 @@ class Sequence:
     @property
     def computes_all(self) -> bool:
         """Whether every token of the prompt must be computed, also one whose keys and values are
-        cached: the cache holds nothing that its result, or a mean over results, could be made of.
+        cached: the cache holds nothing that its result, or a mean over results, could be made of,
+        and no experts.
         """
         vector = self.request.vector
-        return self.needs_prompt_logprobs or (vector is not None and vector.pooling == "mean")
+        is_mean = vector is not None and vector.pooling == "mean"
+        return self.needs_prompt_logprobs or is_mean or self.request.routed_experts
+
+    def note_routed(self, start: int, chosen: bytes, form: RoutingForm) -> None:
+        """Keep the experts of tokens from `start` on for the next event. Those of tokens that are
+        computed again, as after a preemption, were noted before."""
+        new = chosen[(self.routed_end - start) * form.nbytes :]
+        if new:
+            before = self.routed or RoutedExperts(form, self.routed_end, b"")
+            self.routed = RoutedExperts(form, before.start, before.chosen + new)
+            self.routed_end = self.routed.end
+
+    def take_routed(self) -> RoutedExperts | None:
+        """Take the experts that no event has reported."""
+        routed, self.routed = self.routed, None
+        return routed
 
     def vector_at(self, end: int) -> VectorParams | None:
         """The vector for which a slice that ends there is computed, if the slice gives no token."""

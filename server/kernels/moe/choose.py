@@ -87,23 +87,26 @@ def assign_experts(
     top_k: int,
     tile_rows: int,
     rule: ChoiceRule,
+    chosen: torch.Tensor | None = None,
     *,
     programmatic_launch: bool,
 ) -> tuple[ExpertTiles, torch.Tensor]:
     """Choose each token's experts, and sort the rows into tiles. logits: `[tokens, experts]`, at
     least one token, contiguous -> tiles of the rows of those that `choose_experts` gives, and
     their weights, float32 `[tokens, top_k]`. One kernel for a few tokens, two for more; nothing
-    waits for the device.
+    waits for the device. chosen: where experts are written, int32 `[tokens, top_k]`, contiguous;
+    None = anywhere.
     """
     tokens, experts = logits.shape
     block_t, block_k = triton.next_power_of_2(tokens), triton.next_power_of_2(top_k)
     if block_t * block_k > _MOST_COMPARED:
         early = programmatic_launch
-        chosen, weights = choose_experts(logits, top_k, rule, programmatic_launch=early)
+        chosen, weights = choose_experts(logits, top_k, rule, chosen, programmatic_launch=early)
         return expert_tiles(chosen, experts, tile_rows, programmatic_launch=early), weights
     rows = tokens * top_k
     most = max_tiles(rows, tile_rows, experts)
-    chosen, order = (logits.new_empty(rows, dtype=torch.int32) for _ in range(2))
+    order = logits.new_empty(rows, dtype=torch.int32)
+    chosen = torch.empty_like(order) if chosen is None else chosen.view(rows)
     tiles = logits.new_empty(most, 3, dtype=torch.int32)
     weights = logits.new_empty(tokens, top_k, dtype=torch.float32)
     _assign_kernel[(1,)](
@@ -132,14 +135,21 @@ def assign_experts(
 
 
 def choose_experts(
-    logits: torch.Tensor, top_k: int, rule: ChoiceRule, *, programmatic_launch: bool
+    logits: torch.Tensor,
+    top_k: int,
+    rule: ChoiceRule,
+    chosen: torch.Tensor | None = None,
+    *,
+    programmatic_launch: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the `top_k` experts of each token. logits: `[tokens, experts]`, contiguous -> experts
     int32 `[tokens, top_k]`, those of the largest scores first, of equal ones that of the lowest
-    number; and their weights, float32. Logits that are not finite choose any experts. One kernel.
+    number; and their weights, float32. Logits that are not finite choose any experts. chosen: as of
+    `assign_experts`. One kernel.
     """
     tokens, experts = logits.shape
-    chosen = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
+    if chosen is None:
+        chosen = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
     if tokens:
         _choose_kernel[(tokens,)](

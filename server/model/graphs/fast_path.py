@@ -44,6 +44,7 @@ from loraplex.server.model.ops.sizes import (
     sizes_up_to,
     token_sizes,
 )
+from loraplex.server.model.routed_experts import chosen_experts
 from loraplex.server.model.sampling.draws_cuda import CudaDraws
 from loraplex.server.model.weights import LayerWeights
 
@@ -75,7 +76,8 @@ def build_fast(parts: Parts, graph_batches: Sequence[int] | None, phases: StartP
     told = f"{start.prompt_kernels} for prompts, decode graphs for up to {most} sequences"
     if parts.batch_invariant:
         told = "one kernel of each kind for any batch (--batch-invariant)"
-    return Built(decoder, start.draws, graphs, token_graphs, start.row_sizes, told)
+    of_steps = (graphs, token_graphs, start.row_sizes, told, start.ops.chosen_experts)
+    return Built(decoder, start.draws, *of_steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,7 @@ class _Start:
         forms = (summed_sites(parts), row_form(parts.weights.linears))
         context = (parts.model, parts.cache, parts.table, attention, reach)
         ops = CudaOps(*context, *forms, states=parts.states)
+        ops.chosen_experts = chosen_experts(limits, reach[1], rows.device)
         at_once = 1 if parts.batch_invariant else LOGITS_ROWS
         draws = CudaDraws(rows, parts.parameters, limits.most_decodes, at_once)
         outside = row_sizes(limits.most_decodes, limits.max_step_tokens)

@@ -11,6 +11,7 @@ from loraplex.server.model.graphs.parts import Built, Parts
 from loraplex.server.model.graphs.start_phases import StartPhases
 from loraplex.server.model.ops.kernel_limits import unsupported
 from loraplex.server.model.ops.ops_torch import TorchOps
+from loraplex.server.model.routed_experts import chosen_experts
 from loraplex.server.model.sampling.draws_torch import TorchDraws
 from loraplex.server.model.spec.model_spec import ModelSpec
 
@@ -20,8 +21,10 @@ log = logging.getLogger(__name__)
 def _build_reference(parts: Parts, why: str) -> Built:
     biases = parts.weights.biases
     ops = TorchOps(parts.model, parts.cache, parts.table, parts.states, biases)
-    draws = TorchDraws(parts.rows, parts.parameters)
-    return Built(parts.decoder(ops), draws, None, None, (), f"plain torch: {why}")
+    draws, limits = TorchDraws(parts.rows, parts.parameters), parts.limits
+    ops.chosen_experts = chosen_experts(limits, limits.max_step_tokens, parts.rows.device)
+    told = f"plain torch: {why}"
+    return Built(parts.decoder(ops), draws, None, None, (), told, ops.chosen_experts)
 
 
 def why_not_fast(model: ModelSpec, dtype: torch.dtype, device: torch.device) -> str | None:

@@ -10,6 +10,7 @@ from loraplex.server.model.lora.lora import AdapterTable
 from loraplex.server.model.ops.group_ops import GroupOps
 from loraplex.server.model.ops.ops import KVCache
 from loraplex.server.model.ops.row_states import RowStates
+from loraplex.server.model.routed_experts import ChosenExperts
 from loraplex.server.model.sampling.row_sampling import RowSampling
 from loraplex.server.model.sampling.sampler import Draws
 from loraplex.server.model.spec.model_spec import ModelSpec
@@ -54,7 +55,8 @@ class Parts:
 class Built:
     """Decoder, graphs and draws of an executor. graphs, token_graphs: DecodeGraphs and TokenGraphs,
     None where steps are computed as they come. row_sizes: numbers of rows, ascending, that those
-    are padded to; none = they need not be. backend: for a person.
+    are padded to; none = they need not be. backend: for a person. chosen_experts: those of the
+    latest step; None = the model has none.
     """
 
     decoder: Decoder[Any, Any, Any]
@@ -63,3 +65,4 @@ class Built:
     token_graphs: Any
     row_sizes: tuple[int, ...]
     backend: str
+    chosen_experts: ChosenExperts | None = None

@@ -198,6 +198,10 @@ class TokenGraphs:
         slots = np.array([piece.adapter_slot for piece in plan.slices])
         return (self.sizes[0], self._ops.table.reach(slots)) in self._captured
 
+    def shift(self, layout: StepLayout) -> int:
+        """How many of a step's first tokens go to its end."""
+        return 0 if self._attention is None else layout.num_decodes
+
     def forward(
         self,
         token_ids: torch.Tensor,
@@ -208,11 +212,10 @@ class TokenGraphs:
         """Compute normed hidden states of the tokens wanted (int64 `[rows]`, on the host), as
         `Decoder.forward` does.
         """
-        tokens, first = len(token_ids), 0
+        tokens, first = len(token_ids), self.shift(layout)
         size = padded_size(self.sizes, tokens)
         captured = self._captured[size, self._ops.table.reach(token_slots)]
         if self._attention is not None:
-            first = layout.num_decodes  # they go to the end
             self._attention.fill(size, layout)
         self._token_ids[:tokens].copy_(token_ids.roll(-first))
         if self._decoder.weights.embedding.positions is not None:

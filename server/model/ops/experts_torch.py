@@ -6,6 +6,7 @@ from loraplex.server.model.linear.experts import MoeWeights
 from loraplex.server.model.lora.lora import LoraBatch
 from loraplex.server.model.lora.sites import BranchSites, Site
 from loraplex.server.model.ops.pointwise import activated, wide_logits
+from loraplex.server.model.routed_experts import ChosenExperts
 from loraplex.server.model.spec.moe_spec import (
     SWIGLU_ALPHA,
     SWIGLU_LIMIT,
@@ -20,10 +21,14 @@ def run_experts(
     weights: MoeWeights,
     lora: LoraBatch | None,
     sites: BranchSites,
+    noted: ChosenExperts | None = None,
 ) -> torch.Tensor:
-    """Route tokens to experts and compute these, with LoRA, as `Ops.moe` says."""
+    """Route tokens to experts and compute these, with LoRA, as `Ops.moe` says. noted: takes the
+    choice."""
     of_router, of_gate_up, of_down = sites
     chosen, shares = routed(routed_by, weights, lora, of_router)
+    if noted is not None:
+        noted.note(of_router.layer, chosen)
     results = x.new_empty(*chosen.shape, weights.down.out_features)
     for expert in chosen.unique().tolist():
         rows, places = (chosen == expert).nonzero(as_tuple=True)

@@ -17,6 +17,7 @@ from loraplex.server.model.spec.model_spec import AttentionSpec, LayerSpec, Mode
 from loraplex.server.model.spec.moe_spec import MoeSpec
 from loraplex.server.model.spec.page_groups import page_groups, page_heads
 from loraplex.server.model.spec.picture_spec import PictureSpec
+from loraplex.server.model.spec.routing import routing_form
 from loraplex.server.model.spec.state_spec import DeltaNetSpec, Mamba2Spec, ShortConvSpec
 
 # CUDA's context, modules and handles, captured graphs, attention workspaces.
@@ -412,6 +413,7 @@ def executor_limits(model: ModelSpec, engine: EngineConfig) -> ExecutorLimits:
         pictures=picture_limits(model, engine, max_context),
         host_pages=engine.host_kv_memory // page if page else 0,
         disk_pages=engine.disk_kv // (page + _FILE_BYTES) if page else 0,
+        routing=routing_form(model),
     )
 
 

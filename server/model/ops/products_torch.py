@@ -19,14 +19,17 @@ from loraplex.server.model.lora.own_rows import (
 from loraplex.server.model.lora.sites import BranchSites, Site
 from loraplex.server.model.ops.experts_torch import run_experts
 from loraplex.server.model.ops.pointwise import activated, gated, layer_norm, rms_norm
+from loraplex.server.model.routed_experts import ChosenExperts
 from loraplex.server.model.spec.model_spec import Activation
 from loraplex.server.model.weights import LayerNorm, Norm
 
 
 class TorchProducts:
     """Implement those of `loraplex.server.model.ops.ops.Ops` that take each token alone, for any
-    dtype and device.
+    dtype and device. chosen_experts: None = nobody may ask for these.
     """
+
+    chosen_experts: ChosenExperts | None = None
 
     def embed(
         self, token_ids: torch.Tensor, weight: torch.Tensor, lora: LoraBatch | None, site: Site
@@ -135,4 +138,4 @@ class TorchProducts:
         lora: LoraBatch | None,
         sites: BranchSites,
     ) -> torch.Tensor:
-        return run_experts(x, routed_by, weights, lora, sites)
+        return run_experts(x, routed_by, weights, lora, sites, self.chosen_experts)

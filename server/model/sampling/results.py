@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from loraplex.server.engine.plan import SeqSlice, SliceResult
+from loraplex.server.model.routed_experts import HostRouted
 from loraplex.server.model.sampling.sampling import Logprobs
 from loraplex.server.model.sampling.to_draw import ToDraw
 from loraplex.server.model.steps.drafts import joined
@@ -88,6 +89,7 @@ class StepTicket:
     done: torch.cuda.Event | None
     held: Held | None = None
     vectors: tuple[HostVectors, ...] = ()
+    routed: HostRouted | None = None
     with_drafts: Sequence[SeqSlice] = ()
 
     def ready(self) -> bool:
@@ -115,12 +117,18 @@ class StepTicket:
         for pooled in self.vectors:
             vectors |= pooled.by_place()
         failed |= {place for place, vector in vectors.items() if vector is None}
+        routed = {} if self.routed is None else self.routed.by_place()
         results: list[SliceResult] = [SliceResult()] * len(self.order)
         for place, index in enumerate(self.order):
             token_ids = (tokens[place],) if place in tokens else ()
             chosen = (logprobs[place],) if place in logprobs else ()
             results[index] = SliceResult(
-                token_ids, chosen, prompts.get(place), place in failed, vectors.get(place)
+                token_ids,
+                chosen,
+                prompts.get(place),
+                place in failed,
+                vectors.get(place),
+                routed.get(place),
             )
         return joined(self.with_drafts, results) if self.with_drafts else results
 

@@ -61,5 +61,6 @@ def _accepted(draft: Sequence[int], results: Iterator[SliceResult]) -> SliceResu
     return SliceResult(
         token_ids=tuple(t for result in taken for t in result.token_ids),
         logprobs=tuple(p for result in taken for p in result.logprobs),
+        routed=None if taken[0].routed is None else b"".join(r.routed or b"" for r in taken),
         failed=taken[-1].failed,
     )

@@ -85,6 +85,16 @@ class Step:
         )
 
     @property
+    def routed(self) -> list[int]:
+        """Places of the slices whose experts are asked for."""
+        return [place for place, piece in enumerate(self.slices) if piece.routed]
+
+    def tokens_of(self, places: Iterable[int]) -> np.ndarray:
+        """Where the tokens of these slices lie in the batch, int64 `[n]`."""
+        ends, num_new = self.ends, self.num_new
+        return np.concatenate([np.arange(ends[p] - num_new[p], ends[p]) + 1 for p in places])
+
+    @property
     def second_texts(self) -> list[tuple[int, int]]:
         """Where second texts of pairs begin and end in the batch. Such prompts are one slice."""
         ends = zip(self.slices, (self.ends + 1).tolist(), strict=True)

@@ -35,14 +35,15 @@ class Experts:
         weights: MoeWeights,
         lora: DeviceLora | None,
         sites: BranchSites,
+        chosen: torch.Tensor | None = None,
     ) -> ByExperts:
         """Choose experts by logits `[tokens, experts]`, and compute these, with LoRA, as `Ops.moe`
-        says. sites: of the experts."""
+        says. sites: of the experts. chosen: as of `assign_experts`."""
         spec = weights.spec
         shape = grouped_shape(len(x), spec.top_k, spec.experts)
         rule, early = choice_rule(weights, x.dtype), self._early
         tiles, shares = assign_experts(
-            logits, spec.top_k, shape.tile_rows, rule, programmatic_launch=early
+            logits, spec.top_k, shape.tile_rows, rule, chosen, programmatic_launch=early
         )
         cut, activation = (tiles, shape), spec.activation
         if lora is None:

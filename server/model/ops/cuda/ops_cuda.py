@@ -62,6 +62,7 @@ from loraplex.server.model.ops.cuda.rotations import Rotations
 from loraplex.server.model.ops.ops import DistanceProduct, KVCache, StepLayout
 from loraplex.server.model.ops.pointwise import layer_norm, wide_logits, without_gate
 from loraplex.server.model.ops.row_states import RowStates
+from loraplex.server.model.routed_experts import ChosenExperts
 from loraplex.server.model.spec.model_spec import (
     Activation,
     ModelSpec,
@@ -122,6 +123,7 @@ class CudaOps:
         max_context, max_tokens = limits
         self.model = model
         self.cache, self.states = cache, states
+        self.chosen_experts: ChosenExperts | None = None
         self.table = table
         self._attention = attention
         self.device = cache.pool.device
@@ -545,7 +547,10 @@ class CudaOps:
                 logits = logits + self._lora_linear.delta(routed_by, logits, lora, sites[0])
         else:
             logits = self.complete(self.linear(routed_by, weights.router, lora, sites[0]))
-        return self._experts.run(x, logits, weights, lora, sites[1:])
+        noted, chosen = self.chosen_experts, None
+        if noted is not None:
+            chosen = noted.room(sites[0].layer, len(x))
+        return self._experts.run(x, logits, weights, lora, sites[1:], chosen)
 
 
 def _room_attended(plan: CudaPlan, rows: torch.Tensor, width: int) -> torch.Tensor:

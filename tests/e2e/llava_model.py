@@ -43,6 +43,14 @@ _LLAVA_TEMPLATE = (
     "{{ content['text'] + ' '}}{% endfor %}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
 )
+# Of LLaVA 1.6 with Mistral, for users alone.
+_NEXT_TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'user' %}{{ '[INST] ' }}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}"
+    "{{ '<image>\n' }}{% endfor %}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}"
+    "{{ content['text'] }}{% endfor %}{{ ' [/INST]' }}{% endif %}{% endfor %}"
+)
 # Of Mistral Small 3.1, for users alone.
 _MISTRAL_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}"
@@ -53,6 +61,8 @@ _MISTRAL_TEMPLATE = (
 )
 ADAPTER = "two"
 _SIDE, _PATCH = 32, 8
+_FINE = {"height": _PATCH, "width": _PATCH}
+_ROW_TOKENS = ("</s>", "[IMG]", "[IMG_BREAK]", "[IMG_END]", "[INST]", "[/INST]")
 _SQUARE = {"height": _SIDE, "width": _SIDE}
 _PIXTRAL: dict[str, Any] = {
     "hidden_size": 32,
@@ -92,8 +102,8 @@ _TILES = LlavaNextImageProcessorPil(
 )
 
 
-def _rows(inputs: dict[str, Any], number: int) -> str:
-    high, wide = (int(side) // (2 * _PATCH) for side in inputs["image_sizes"][number])
+def _rows(merged: int, inputs: dict[str, Any], number: int) -> str:
+    high, wide = (int(side) // (merged * _PATCH) for side in inputs["image_sizes"][number])
     rows = ["[IMG]" * wide] * high
     return "[IMG_BREAK]".join(rows) + "[IMG_END]"
 
@@ -121,7 +131,7 @@ KINDS = {
         LlavaNextConfig,
         LlavaNextForConditionalGeneration,
         _CLIP,
-        _MISTRAL_TEMPLATE.replace("[IMG]", "<image>\n"),
+        _NEXT_TEMPLATE,
         ("</s>", "<image>", "[INST]", "[/INST]"),
         _TILES,
         _tiles,
@@ -132,14 +142,27 @@ KINDS = {
         Mistral3ForConditionalGeneration,
         {**_PIXTRAL, "model_type": "pixtral"},
         _MISTRAL_TEMPLATE,
-        ("</s>", "[IMG]", "[IMG_BREAK]", "[IMG_END]", "[INST]", "[/INST]"),
+        _ROW_TOKENS,
         # The processor around it has its own patches.
         PixtralImageProcessorPil(
             size={"longest_edge": 256}, patch_size={"height": 16, "width": 16}
         ),
-        _rows,
+        partial(_rows, 2),
         {"patch_size": _PATCH, "spatial_merge_size": 2},
         text="mistral",
+    ),
+    "pixtral": Kind(
+        LlavaConfig,
+        LlavaForConditionalGeneration,
+        {**_PIXTRAL, "model_type": "pixtral"},
+        _MISTRAL_TEMPLATE,
+        _ROW_TOKENS,
+        PixtralImageProcessorPil(size={"longest_edge": 256}, patch_size=_FINE),
+        partial(_rows, 1),
+        {"patch_size": _PATCH},
+        {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
+        text="mistral",
+        texts={"max_position_embeddings": 4096},
     ),
 }
 

@@ -133,9 +133,9 @@ def read_internvl(config: Mapping[str, Any], text: ModelSpec, fields: Fields) ->
     if token_id is None or layer is None or strategy != _BEHIND:
         return None
     parts = intern_parts(fields)
-    beside = fields.changed(**config)
-    side = int(1 / beside.number(config, "downsample_ratio", 0.5))
-    _check_side(side, parts, "downsample_ratio", fields)
+    ratio = fields.number(config, "downsample_ratio", 0.5)
+    side = int(1 / ratio) if int(1 / ratio) * ratio == 1 else 0
+    _check_side(side, parts, f"downsample_ratio {ratio}", fields)
     merged = parts.sizes.hidden * side**2
     names = (f"{_PROJECTOR}.linear_1", f"{_PROJECTOR}.linear_2")
     first, last = products(text, names, merged, text.hidden_size)

@@ -40,7 +40,8 @@ def latent_tiles(heads: int, capability: tuple[int, int]) -> TileShape:
     large = (9, 0) <= capability < (12, 0)
     most, *others = _LARGE if large else _SMALL
     group = heads_together(heads)
-    return TileShape(most // group, most, *others)
+    block_n, num_warps, stages = others
+    return TileShape(most // group, most, block_n, num_warps, stages)
 
 
 def latent_decodes(

@@ -38,7 +38,9 @@ _FEW_QUERIES = 64  # the fewest that the tensor cores of a Hopper GPU multiply a
 @dataclass(frozen=True, slots=True)
 class TileShape:
     """Sizes of a tile, and launch parameters. tokens: of a chunk, for which one program computes.
-    block_m: their queries, with what pads them; block_n: keys of a step of its loop.
+    block_m: their queries, with what pads them; block_n: keys of a step of its loop. aligned: steps
+    begin at multiples of their size, also where a window begins elsewhere, so that a token's sums
+    do not depend on the others of its tile.
     """
 
     tokens: int
@@ -46,6 +48,7 @@ class TileShape:
     block_n: int
     num_warps: int
     num_stages: int
+    aligned: bool = False
 
 
 # By head size, padded: queries and keys of a tile, warps and stages. Page numbers, keys and sums
@@ -79,7 +82,7 @@ def tile_shape(
     if of_decodes and most > _FEW_QUERIES:
         most, num_warps = _FEW_QUERIES, num_warps * _FEW_QUERIES // most
     block_m = max(most, triton.next_power_of_2(group))
-    return TileShape(block_m // group, block_m, block_n, num_warps, stages)
+    return TileShape(block_m // group, block_m, block_n, num_warps, stages, aligned=of_decodes)
 
 
 def cut_prompts(
@@ -154,6 +157,7 @@ def prompt_attention(
         BLOCK_N=shape.block_n,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         SINKS=sinks is not None,
+        ALIGNED=shape.aligned,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
         **rule.switches,
@@ -192,6 +196,7 @@ def _prompt_attention_kernel(
     CAPPED: tl.constexpr,
     WINDOWED: tl.constexpr,
     SINKS: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ) -> None:
     """A program takes one tile for the query heads of one kv head. Row m of its block is query head
     `m % GROUP` of the tile's token `m // GROUP`."""
@@ -232,7 +237,7 @@ def _prompt_attention_kernel(
         top, total, acc = _attend_tile(
             q, (top, total, tl.zeros((BLOCK_M, BLOCK_D), tl.float32)), start + token, start,
             keys, (inner, outer, window),
-            _Form(KV_HEADS * HEAD_DIM, HEAD_DIM, PAGE_SIZE, BLOCK_N, CAPPED, WINDOWED),
+            _Form(KV_HEADS * HEAD_DIM, HEAD_DIM, PAGE_SIZE, BLOCK_N, CAPPED, WINDOWED, ALIGNED),
         )  # fmt: skip
         live = (m < TOKENS * GROUP) & (m // GROUP < count)
         result = acc * (v_scale / total)[:, None]
@@ -260,7 +265,8 @@ class _Keys(NamedTuple):
 
 class _Form(NamedTuple):
     """Form of the attention kernel. Constants: from one key to the next, size of a head and of a
-    page, keys of a step, and whether scores are capped and seen through a window.
+    page, keys of a step, whether scores are capped and seen through a window, and as of
+    `TileShape.aligned`.
     """
 
     token: Any
@@ -269,6 +275,7 @@ class _Form(NamedTuple):
     step: Any
     capped: Any
     windowed: Any
+    aligned: Any
 
 
 @triton.jit
@@ -284,13 +291,12 @@ def _attend_tile(
     """Attend with a tile's tokens, from start on.
 
     First come keys that left the windows of some tokens, then keys that all tokens see, then keys
-    behind some tokens. Steps begin at multiples of their size, so a token's sums do not depend on
-    the others of its tile. rule: as of `ScoreRule.arguments`. Returns what `_attend` does.
+    behind some tokens. rule: as of `ScoreRule.arguments`. Returns what `_attend` does.
     """
     STEP: tl.constexpr = form.step
     begin, end = start * 0, keys.end
     if form.windowed:
-        begin = keys.begin // STEP * STEP
+        begin = keys.begin // STEP * STEP if form.aligned else keys.begin
         left = tl.maximum(end - rule[2] - begin, 0)
         seen_by_all = begin + tl.cdiv(left, STEP) * STEP
         stop = tl.minimum(seen_by_all, end)
@@ -325,7 +331,7 @@ def _attend(
     for first in tl.range(begin, stop, STEP):
         # What nobody sees may be gone: a key that somebody sees is read in its place.
         token = tl.minimum(first + n, keys.end - 1)
-        if form.windowed:
+        if form.aligned and form.windowed:
             token = tl.maximum(token, keys.begin)
         page = tl.load(keys.pages_ptr + token // form.page_size)
         offset = token % form.page_size

@@ -48,6 +48,11 @@ class ChosenExperts:
         """Note what a layer has chosen. chosen: int64 `[tokens, top_k]`."""
         self.room(layer, len(chosen)).copy_(chosen)
 
+    def warm(self) -> None:
+        """Load what reads experts: a kernel is loaded at its first launch."""
+        first = np.zeros(1, dtype=np.int64)
+        self.of(([0], first + 1), first, first, self.form.layers - 1)
+
     def of(
         self,
         slices: tuple[Sequence[int], np.ndarray],

@@ -165,6 +165,8 @@ class _Start:
         run_steps(decoder, self.ops, parts.rows, parts.limits)
         for num_ids in (parts.limits.vocab_size, parts.limits.most_ids):
             self.draws.warm(num_ids, parts.cache.dtype)
+        if self.ops.chosen_experts is not None:
+            self.ops.chosen_experts.warm()
 
     def rehearse(self, decoder: CudaDecoder) -> None:
         """Launch all that graphs will launch, outside of any.

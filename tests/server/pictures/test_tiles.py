@@ -1,8 +1,10 @@
 """Pictures that are cut into tiles: patches and ids against transformers' processors."""
 
 import io
+import json
 import random
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +19,9 @@ from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from loraplex.router.api.request.pictures import placed
+from loraplex.server.model.checkpoint.processor_files import TowerForm, read_vision_card
 from loraplex.server.model.checkpoint.tile_processors import TileWords, read_idefics3, read_internvl
-from loraplex.server.protocol import StretchedForm, VisionCard
+from loraplex.server.protocol import PictureForm, StretchedForm, VisionCard
 from tests.router.fake_worker import make_tokenizer
 from tests.server.pictures.files import MODES, written
 from tests.server.pictures.test_patches import patches_of
@@ -189,3 +192,37 @@ def test_names_of_tokens_are_the_tokenizers() -> None:
 def test_tiles_of_internvl_that_are_not_served(changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         read_internvl({**CUTS["internvl"], **changes}, FORM, PIXELS, words())
+
+
+@pytest.mark.parametrize(
+    ("kind", "made", "pixels"),
+    [
+        ("Idefics3ImageProcessor", Idefics3ImageProcessorPil, 364),
+        ("SmolVLMImageProcessorFast", SmolVLMImageProcessorPil, 364),
+        ("GotOcr2ImageProcessorFast", GotOcr2ImageProcessorPil, 384),
+    ],
+)
+def test_a_file_that_says_little_means_what_the_class_says(
+    kind: str, made: Any, pixels: int, tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {
+        "image_processor_type": kind,
+        "size": None,
+        "crop_size": None,
+        "resample": None,
+    }
+    if "Got" in kind:  # of whose class no model of tiles has the size
+        given["size"] = {"height": pixels, "width": pixels}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(given))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"image_token": "<image>"}))
+    of = kind_of("whole")
+    tower = TowerForm(3 * 14**2, of.token_id, StretchedForm(side=2, tile=26), pixels)
+    card = read_vision_card(tmp_path, tower, lambda _: None, of.encode)
+    processor = made()
+    assert (card.mean, card.std) == (tuple(processor.image_mean), tuple(processor.image_std))
+    assert (card.resample, card.patch_size) == (processor.resample, 14)
+    assert card.tiles is not None
+    assert (card.tiles.size, card.tiles.most) == (pixels, 12 if "Got" in kind else 16)
+    whole = TowerForm(3 * 14**2, of.token_id, PictureForm(side=2, tile=26), pixels)
+    with pytest.raises(ValueError, match="does not suit the tower"):
+        read_vision_card(tmp_path, whole, lambda _: None, of.encode)

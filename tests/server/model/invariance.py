@@ -14,7 +14,12 @@ from tests.server.model.hub_models import VOCAB, make_model, save_model
 from tests.server.model.slabs import pack
 
 # Wide enough that libraries divide sums otherwise for other numbers of rows.
-SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3}
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "head_dim": 64,
+}
 RANDOM = SamplingParams(temperature=1.0, logprobs=EVERY_LOGPROB, prompt_logprobs=0)
 PROCESSED = SamplingParams(
     temperature=0.7, top_p=0.9, logprobs=EVERY_LOGPROB, processed_logprobs=True

@@ -46,7 +46,7 @@ DEVICES: dict[str, dict[str, Any]] = {
         "kv_memory": 512 << 20,
         "adapter_memory": 64 << 20,
         "host_arena_bytes": 16 << 20,
-        "max_step_tokens": 2048,
+        "max_step_tokens": 8192,
         "max_running": 272,
     },
 }
@@ -80,6 +80,7 @@ def served(
     configs = {**zoo_of(variant), **dora_adapters(variant)}
     folder = tmp_path_factory.mktemp(name)
     driver, slots = invariant_driver(folder, name, configs, **DEVICES[device])
+    assert device == "cpu" or "one kernel of each kind" in driver.executor.summary[0]
     yield Served(driver, list(slots.values()), driver.config.max_running - 1)
     driver.close()
     torch.set_num_threads(threads)

@@ -40,7 +40,8 @@ TEMPLATE = (
 )
 ADAPTERS = {
     "one": LoraConfig(r=3, target_modules=r".*language_model.*(q_proj|v_proj)"),
-    "two": LoraConfig(r=4, lora_alpha=4, target_modules=r".*(language|text)_model.*_proj"),
+    # Also of what reads images.
+    "two": LoraConfig(r=4, lora_alpha=2, target_modules="all-linear"),
 }
 SIZE = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 40}
 _VISION = {

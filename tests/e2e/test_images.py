@@ -5,6 +5,7 @@ import json
 import subprocess
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -99,6 +100,33 @@ def test_chats_are_those_of_transformers(served: tuple[Serving, Oracle]) -> None
         assert found[index]["prompt_token_ids"] == prompt, content
         assert choice["token_ids"] == answer, content
         assert found[index]["usage"]["prompt_tokens"] == len(prompt)
+
+
+@pytest.mark.exhaustive
+def test_a_photo_of_twelve_megapixels(tmp_path: Path) -> None:
+    save_all(tmp_path)
+    changes = {
+        "config.json": ('"max_position_embeddings": 1024', '"max_position_embeddings": 32768'),
+        "preprocessor_config.json": ('"longest_edge": 31360', '"longest_edge": 12845056'),
+    }
+    for name, (old, new) in changes.items():
+        file = tmp_path / "base" / name
+        assert old in file.read_text()
+        file.write_text(file.read_text().replace(old, new))
+    photo = written("JPEG", "RGB", 4000, 3000, 7)
+    content = [{"type": "image_url", "image_url": {"url": data_url(photo)}}]
+    with running_folder(tmp_path, ["two"], "--max-body-bytes", str(64 << 20)) as serving:
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 4, **GREEDY}
+        found = post(serving, "/v1/chat/completions", body | {"return_token_ids": True})
+        seen = post(
+            serving, "/v1/chat/completions", body | {"return_token_ids": True, "model": "two"}
+        )
+    oracle, read = Oracle(tmp_path), [{"role": "user", "content": [{"type": "image"}]}]
+    for answered, adapter in ((found, None), (seen, "two")):
+        prompt, answer = oracle.answer(read, [photo], adapter, 4)
+        assert len(prompt) > 15_000
+        assert answered["prompt_token_ids"] == prompt
+        assert answered["choices"][0]["token_ids"] == answer
 
 
 def test_other_apis_answer_the_same(served: tuple[Serving, Oracle]) -> None:

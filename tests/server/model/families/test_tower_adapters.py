@@ -5,11 +5,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
 from loraplex.adapters.errors import AdapterError
+from loraplex.server.model.lora.lora import Reach
 from loraplex.server.model.ops import memory
 from tests.server.model.driver import Driver
 from tests.server.model.families.pictured import KINDS, Pictured, make_pictured, text
@@ -137,6 +139,22 @@ def test_results_are_shared_by_who_sees_alike_and_scales_are_of_the_tower_too(
                 layer.set_scale("short", 1)
     assert segments == [1, 0, 1, 0, 1]
     engine.assert_at_rest()
+
+
+def test_steps_of_text_see_nothing_of_what_changes_the_tower(served: Pictured) -> None:
+    """The kernels' table has records of the text part alone, and an adapter of the tower alone is
+    none to a step."""
+    engine, executor = served.engine(), served.driver.executor
+    request = served.pictured([text(4, 40)], adapter=served.digest("tower"), max_tokens=2)
+    engine.submit(request)
+    engine.run()
+    table = executor._table
+    assert table.tower is not None
+    assert table.device_table.num_sites == len(table.sites)
+    slot = engine.scheduler.arena.slot(served.digest("tower") or "")
+    assert table.of_tower(slot, 1.0)
+    assert table.reach(np.array([slot])) is Reach.NONE
+    assert not table.changes_outputs(np.array([slot]))  # though it is DoRA
 
 
 @pytest.mark.parametrize(

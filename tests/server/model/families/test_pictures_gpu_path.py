@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from peft import LoraConfig
@@ -18,12 +19,15 @@ from tests.server.model.families.pictured import (
     pictured,
     text,
 )
+from tests.server.model.families.test_tower_adapters import lora_of
 from tests.server.model.gpu_pair import small_pair
 from tests.server.model.hub_models import add_adapter
 from tests.server.model.slabs import pack
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+    pytest.mark.filterwarnings(
+        "ignore::UserWarning", "ignore::FutureWarning", "ignore::RuntimeWarning"
+    ),
     pytest.mark.skipif(
         os.environ.get("TRITON_INTERPRET") != "1", reason="kernels need Triton's interpreter"
     ),
@@ -52,17 +56,25 @@ def test_graphs_and_steps_outside(
 ) -> None:
     """Decodes are in graphs, where their rows turn by an offset, and so are prompts behind
     pictures; steps with pictures are not."""
-    adapters = {"one": LoraConfig(**LORA["one"])}
+    adapters = {
+        "one": LoraConfig(**LORA["one"]),
+        "both": LoraConfig(r=2, lora_alpha=1, target_modules="all-linear"),
+        "tower": LoraConfig(**lora_of(kind)["tower"]),
+    }
     sizes = {"num_hidden_layers": layers, "intermediate_size": 48}
     model, again = (make_pictured(kind, **sizes) for _ in range(2))
-    packed = {"one": Packed(*pack(add_adapter(again, "one", adapters["one"], 1), "one"))}
+    peft: Any = again
+    for seed, (name, config) in enumerate(adapters.items(), 1):
+        peft = add_adapter(peft, name, config, seed)
+    packed = {name: Packed(*pack(peft, name)) for name in adapters}
     with small_pair(model, adapters, tmp_path, monkeypatch, backend=backend) as pair:
-        digest = packed["one"].layout.digest
+        one, both, tower = (each.layout.digest for each in packed.values())
         before = BEFORE.get(kind, "")
         requests = [
             pictured([text(2, 0), before + "b", text(3, 1)], max_tokens=4),
-            pictured([text(4, 2), before + "a", before + "c"], adapter=digest, max_tokens=4),
-            pictured([before + "c", text(25, 3)], max_tokens=3),
+            pictured([text(4, 2), before + "a", before + "c"], adapter=one, max_tokens=4),
+            pictured([before + "c", text(25, 3)], adapter=tower, max_tokens=3),
+            pictured([before + "b", text(5, 3)], adapter=both, max_tokens=3),
             pictured([text(6, 4)], max_tokens=3),
         ]
 

@@ -59,7 +59,7 @@ _TOWER = re.compile(_TOWERS)
 _OF_IMAGES = re.compile(
     r"(?:model\.)?(?:(?:vision_tower|vision_model|visual|multi_modal_projector|mm_projector|"
     r"connector|image_tower|"
-    r"embed_vision|vision_embed_tokens|audio_tower|embed_audio|embed_tokens_extend)\..+|image_newline)|.+\.lora_[AB]\.(?:vision|speech)\..+"
+    r"embed_vision|vision_embedder|vision_embed_tokens|audio_tower|embed_audio|embed_tokens_extend)\..+|image_newline)|.+\.lora_[AB]\.(?:vision|speech)\..+"
 )
 
 

@@ -154,7 +154,7 @@ class Decoder(Generic[P, L, Y]):
         self._mixing = [n for n, step in enumerate(self._steps) if step.mixer is not None]
         self.mixers = tuple(step.mixer for step in self._steps if step.mixer)
         writers = (n for n, mixer in enumerate(self.mixers) if not self._reads_others(mixer))
-        self.last_writer = max(writers)
+        self.last_writer = max(writers, default=-1)
         # As the residual stream holds it: a factor of another precision would round otherwise.
         self._embedding_scale = torch.tensor(spec.embedding.scale, dtype=weights.embed.dtype).item()
 

@@ -243,7 +243,7 @@ class TowerWeights:
     """Weights of an encoder of pictures. body: `embed` is the matrix of patches, `[hidden,
     columns]`, and `lm_head` the merger's last one. joined, first: the merger's other matrices.
     bias: of patches. deep: by the tower's layer. pool, norm: as of MergerSpec. newline: a token's
-    vector. None = there is none."""
+    vector. around: as of PatchSpec. None = there is none."""
 
     body: ModelWeights
     first: Linear | None
@@ -253,6 +253,7 @@ class TowerWeights:
     pool: PoolWeights | None = None
     newline: torch.Tensor | None = None
     norm: Norm | None = None
+    around: tuple[Norm | None, Norm | None] = (None, None)
 
     @property
     def products(self) -> tuple[Linear, ...]:
@@ -321,7 +322,7 @@ def load_tower(
     assert model.pictures is not None
     pictures = model.pictures
     tower, merger, embedding = pictures.tower, pictures.merger, pictures.embedding
-    shards = tower_shards(folder)
+    shards = tower_shards(folder, tower)
     left_out = check_tensors(folder, shards, tower)
     if left_out:
         raise CheckpointError(f"{folder}: unexpected tensors of the part for images: {left_out[0]}")
@@ -334,6 +335,8 @@ def load_tower(
         positions = beside.positions.flatten(0, -2)
         positions[0] += source.get(embedding.first).flatten()
         beside = replace(beside, positions=positions)
+    if embedding.is_paired and beside.positions is not None:
+        beside = replace(beside, positions=beside.positions.transpose(0, 1))
     layers = tuple(_load_layer(source, tower, index) for index in range(tower.num_layers))
     last, norm = source.linear(merger.linear), _norm(source, tower.norm)
     body = ModelWeights(patches, layers, norm, last, {}, beside)
@@ -349,7 +352,9 @@ def load_tower(
     of_token = None if merger.norm is None else _norm(source, merger.norm)
     pool = _load_pool(source, merger.pool)
     newline = source.get(merger.newline) if merger.newline else None
-    return TowerWeights(body, first, bias, deep, joined, pool, newline, of_token)
+    before, behind = (None if of is None else _norm(source, of) for of in embedding.around)
+    around = before, behind
+    return TowerWeights(body, first, bias, deep, joined, pool, newline, of_token, around)
 
 
 def _load_pool(source: WeightSource, spec: PoolSpec | None) -> PoolWeights | None:

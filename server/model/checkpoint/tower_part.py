@@ -11,14 +11,16 @@ from loraplex.server.model.checkpoint.checkpoint import (
     StoredTensor,
     read_shards,
 )
+from loraplex.server.model.spec.model_spec import ModelSpec
 
 _TOWER = re.compile(
     r"(?:model\.)?(?:(?:visual|vision_tower)\.(?:vision_model\.)?|vision_model\."
-    r"|(?=(?:multi_modal_projector|embed_vision|connector)\.|image_newline))(?P<rest>.+)"
+    r"|(?=(?:multi_modal_projector|embed_vision|vision_embedder|connector)\.|image_newline))(?P<rest>.+)"
 )
 # Parameters without a module of their own, which a ModelSpec has as weights of one.
 _BARE = re.compile(
-    r"(?:mm_input_projection|position_embedding_table|position_embeddings|lambda_[12])$"
+    r"(?:mm_input_projection|position_embedding_table|position_embeddings|lambda_[12]"
+    r"|vision_embedder\.pos_embedding)$"
 )
 _BLOCKS = re.compile(r"(?:blocks|(?:encoder|transformer)\.layers?)\.(?=[0-9])")
 
@@ -34,11 +36,11 @@ def tower_name(stored: str) -> str | None:
     return _BARE.sub(r"\g<0>.weight", rest.replace("projection_weight", "projection"))
 
 
-def tower_shards(folder: Path) -> tuple[ModelFile, ...]:
+def tower_shards(folder: Path, tower: ModelSpec) -> tuple[ModelFile, ...]:
     """Read the headers of a model's shards: the tensors of the tower, with the names of its
     `ModelSpec.tensors`. Raises CheckpointError, also where two tensors would have one name.
     """
-    return _named(read_shards(folder))
+    return _named(read_shards(folder), tower.stored_names)
 
 
 def has_tower(shards: Sequence[ModelFile]) -> bool:
@@ -46,7 +48,8 @@ def has_tower(shards: Sequence[ModelFile]) -> bool:
     return any(tower_name(tensor.name) for shard in shards for tensor in shard.tensors.values())
 
 
-def _named(shards: Sequence[ModelFile]) -> tuple[ModelFile, ...]:
+def _named(shards: Sequence[ModelFile], others: Sequence[tuple[str, str]]) -> tuple[ModelFile, ...]:
+    """others: as of `ModelSpec.stored_names`."""
     seen: set[str] = set()
     found = []
     for shard in shards:
@@ -55,6 +58,8 @@ def _named(shards: Sequence[ModelFile]) -> tuple[ModelFile, ...]:
             name = tower_name(stored)
             if name is None:
                 continue
+            for pattern, other in others:
+                name = re.sub(pattern, other, name)
             if name in seen:
                 raise CheckpointError(f"{shard.path}: {stored} and another are the same tensor")
             seen.add(name)

@@ -250,7 +250,7 @@ def pictures_bytes(model: ModelSpec, engine: EngineConfig) -> int:
     if limits is None or model.pictures is None:
         return 0
     tower, item = model.pictures.tower, ITEM_BYTES[engine.dtype]
-    inner = max(_inner_width(layer, tower.hidden_size) for layer in tower.layers)
+    inner = max((_inner_width(layer, tower.hidden_size) for layer in tower.layers), default=0)
     # Of rows that go through a layer at once: q, k and v, these by windows, what is attended, a
     # product and a sum; rotated q and k in float32.
     of_row = (12 * tower.hidden_size + inner) * item + 4 * tower.hidden_size * 4
@@ -268,7 +268,7 @@ def _patch_bytes(pictures: PictureSpec, engine: EngineConfig) -> int:
     its part of results, which deep mergers keep until the last layer."""
     tower, item = pictures.tower, ITEM_BYTES[engine.dtype]
     streams = tower.hidden_size * max(6 * item, 2 * item + 3 * 4)
-    turns = 2 * 4 * tower.layers[0].attention.head_dim
+    turns = 2 * 4 * max((of.head_dim for of in tower.attentions.values()), default=0)
     results = 2 * pictures.result_size * item // pictures.form.side**2
     return 2 * pictures.columns * item + streams + turns + results
 

@@ -359,7 +359,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         linears = {linear for layer in set(self.layers) for linear in layer.linears}
-        if not linears or len(linears) != len({linear.role for linear in linears}):
+        is_empty = self.writes and not linears
+        if is_empty or len(linears) != len({linear.role for linear in linears}):
             raise ValueError("every layer must have the same modules, and one must exist")
         if len(self._switches) > 1:
             raise ValueError("long factors must begin at the same length in every layer")

@@ -27,7 +27,8 @@ class PatchSpec(EmbeddingSpec, frozen=True):
     square, between whose vectors a patch's place lies: their corners lie upon the picture's.
     by_axis: positions are two tables, of columns and of rows. by_fraction: a patch's row and column
     there are fractions of the tile's side, as float32 rounds them. is_batched: the checkpoint has
-    `first` and `positions` as those of a batch of one."""
+    `first` and `positions` as those of a batch of one. is_paired: it has rows of both tables in
+    pairs. around: norms of patches, and of the product."""
 
     kernel: tuple[int, ...] = ()
     bias: bool = False
@@ -35,6 +36,8 @@ class PatchSpec(EmbeddingSpec, frozen=True):
     by_axis: bool = False
     by_fraction: bool = False
     is_batched: bool = False
+    is_paired: bool = False
+    around: tuple[NormSpec | None, NormSpec | None] = (None, None)
 
     def tensors(self) -> Tensors:
         """Names and shapes of what the checkpoint holds."""
@@ -42,7 +45,11 @@ class PatchSpec(EmbeddingSpec, frozen=True):
         for name, shape in tuple(EmbeddingSpec.tensors(self))[1:]:
             is_table = self.positions is not None and name == self.positions.tensor
             before = (2,) if self.by_axis else (1,) if self.is_batched else ()
-            yield name, (*before, *shape) if is_table else shape
+            of_table = (shape[0], 2, *shape[1:]) if self.is_paired else (*before, *shape)
+            yield name, of_table if is_table else shape
+        for norm in self.around:
+            if norm is not None:
+                yield from norm.tensors()
         if self.bias:
             yield f"{self.path}.bias", (self.size,)
         if self.first:

@@ -95,7 +95,9 @@ class Tower:
         every, every_token = RowSpan(0, sum(rows)), RowSpan(0, sum(tokens))
         of_tokens = _PassLora(pictures, tokens).of(every_token)
         hidden = self._embedded(pictures, _PassLora(pictures, patches))
-        normed, (hidden, _) = self._decoder.enter(hidden, None, lora.of(every))
+        normed = hidden
+        if self._decoder.mixers:
+            normed, (hidden, _) = self._decoder.enter(hidden, None, lora.of(every))
         joined = self._weights.joined
         mergers = self._sites.mergers[int(joined is not None) :]
         first, last = self._weights.first, self._weights.body.lm_head
@@ -134,10 +136,13 @@ class Tower:
         body = self._weights.body
         patches = [each.patches for each in pictures]
         x = patches[0] if len(patches) == 1 else torch.cat(patches)
+        before, behind = self._weights.around
+        x = x if before is None else self._ops.norm(x, before)
         hidden = functional.linear(x, body.embed, self._weights.bias)
         adapters = lora.of(RowSpan(0, len(x)))
         if adapters is not None:
             adapters.add(self._sites.patches, x, hidden)
+        hidden = hidden if behind is None else self._ops.norm(hidden, behind)
         if self._positions is not None:
             split = hidden.split([len(each) for each in patches])
             grids = (each.grid for each in pictures)

@@ -165,8 +165,8 @@ class TowerOps(TorchProducts):
         return _Windows(patches, seen, places)
 
     def _turned(self, places: torch.Tensor) -> dict[Turn, tuple[torch.Tensor, torch.Tensor]]:
-        attention = self.attention(0)
-        if attention.rope is None:
+        attention = self.attention(0) if self._spec.tower.layers else None
+        if attention is None or attention.rope is None:
             return {}
         places = places.flip(0) if self._spec.in_halves else places
         # Half of the pairs turn by the row, and half by the column.

@@ -40,6 +40,20 @@ _GEMMA4: dict[str, Any] = {
     "patch_size": 16,
     "position_embedding_size": 10240,
 }
+_UNIFIED: dict[str, Any] = {
+    "patch_size": 16,
+    "pooling_kernel_size": 3,
+    "mm_embed_dim": 3840,
+    "mm_posemb_size": 1120,
+    "output_proj_dims": 3840,
+}
+_LAYER_NORM = 1e-5
+# A checkpoint has other names than the model's modules.
+_PROJECTION = "multimodal_embedder.embedding_projection"
+_UNIFIED_TENSORS = (
+    (r"^vision_embedder\.", "embed_vision."),
+    (r"^embed_vision\.embedding_projection\.", f"embed_vision.{_PROJECTION}."),
+)
 
 
 def read_gemma3(config: Mapping[str, Any], text: ModelSpec, fields: Fields) -> PictureSpec | None:
@@ -104,18 +118,62 @@ def read_gemma4(config: Mapping[str, Any], text: ModelSpec, fields: Fields) -> P
         side=side,
         reads_stream=True,
     )
-    table = config.get("text_config") or config
-    joins = table.get("use_bidirectional_attention") == "vision"
-    padding = table.get("pad_token_id", 0)
-    return PictureSpec(
-        tower(text, embedding, (_gemma4_layer(fields, sizes),) * sizes.layers, norm, merger, "-"),
-        token_id,
+    layers = (_gemma4_layer(fields, sizes),) * sizes.layers
+    made = _in_gemma4(config, tower(text, embedding, layers, norm, merger, "-"), token_id, None)
+    padding = (config.get("text_config") or config).get("pad_token_id", 0)
+    return replace(
+        made,
         form=PictureForm(side=side),
         in_halves=True,
         stand_in=padding if text.embedding.inputs is not None else None,
-        joins="windowed" if joins else "none",
         wrapped=".linear",
     )
+
+
+def read_unified(config: Mapping[str, Any], text: ModelSpec, fields: Fields) -> PictureSpec | None:
+    """Gemma 4 of one tower for text and images: patches of a token's size, with norms around their
+    product and behind vectors of column and row. No layer comes before that of tokens."""
+    token_id = config.get("image_token_id", _GEMMA4_TOKEN)
+    if type(token_id) is not int or not 0 <= token_id < text.vocab_size:
+        return None
+    fields = fields.changed(**{**_UNIFIED, **fields.config})
+    hidden = fields.positive("mm_embed_dim")
+    fields.only("output_proj_dims", hidden)
+    columns = (
+        COLOURS * (fields.positive("patch_size") * fields.positive("pooling_kernel_size")) ** 2
+    )
+    before, behind, last = (
+        NormSpec(f"embed_vision.{name}", size, _LAYER_NORM, kind="layer", bias=True)
+        for name, size in (("patch_ln1", columns), ("patch_ln2", hidden), ("pos_norm", hidden))
+    )
+    embedding = PatchSpec(
+        "embed_vision.patch_dense",
+        columns,
+        hidden,
+        positions=PositionTable("embed_vision.pos_embedding", fields.positive("mm_posemb_size")),
+        norm=last,
+        kernel=(columns,),
+        bias=True,
+        by_axis=True,
+        is_paired=True,
+        around=(before, behind),
+    )
+    epsilon = fields.number(fields.config, "rms_norm_eps", 1e-6)
+    norm = NormSpec("", hidden, epsilon, has_weight=False)
+    part = Part(f"embed_vision.{_PROJECTION}", text.hidden_size)
+    product = LinearSpec("lm_head", hidden, (part,), "none")
+    merger = MergerSpec(product, tied=False, norm=norm, side=1, reads_stream=True)
+    model = replace(tower(text, embedding, (), norm, merger, "-"), stored_names=_UNIFIED_TENSORS)
+    return replace(_in_gemma4(config, model, token_id, "vision"), path="embed_vision")
+
+
+def _in_gemma4(
+    config: Mapping[str, Any], model: ModelSpec, token_id: int, usual: str | None
+) -> PictureSpec:
+    """usual: which tokens see each other, where `config.json` says nothing."""
+    table = config.get("text_config") or config
+    joins = table.get("use_bidirectional_attention", usual) == "vision"
+    return PictureSpec(model, token_id, joins="windowed" if joins else "none")
 
 
 def _gemma4_sizes(fields: Fields) -> family.ModelSizes:

@@ -6,7 +6,11 @@ from typing import Any
 from msgspec.structs import replace
 
 from loraplex.server.model.families.fields import Fields
-from loraplex.server.model.families.towers.gemma_towers import read_gemma3, read_gemma4
+from loraplex.server.model.families.towers.gemma_towers import (
+    read_gemma3,
+    read_gemma4,
+    read_unified,
+)
 from loraplex.server.model.families.towers.llava_towers import (
     read_idefics3,
     read_internvl,
@@ -28,6 +32,7 @@ _VISION = "vision_config"
 _READERS: dict[str, ReadPictures] = {
     "gemma3": read_gemma3,
     "gemma4": read_gemma4,
+    "gemma4_unified": read_unified,
     "idefics3": read_idefics3,
     "internvl": read_internvl,
     "llava": read_llava,

@@ -16,6 +16,8 @@ from transformers import (
     Gemma3ForConditionalGeneration,
     Gemma4Config,
     Gemma4ForConditionalGeneration,
+    Gemma4UnifiedConfig,
+    Gemma4UnifiedForConditionalGeneration,
     Idefics3Config,
     Idefics3ForConditionalGeneration,
     InternVLConfig,
@@ -184,7 +186,27 @@ def gemma4(vision: Mapping[str, Any], shared: int = 0, **text: Any) -> Gemma4Con
         audio_config=None,
         image_token_id=TOKEN,
         video_token_id=VIDEO,
-        audio_token_id=VIDEO + 3,
+        audio_token_id=AUDIO,
+        boi_token_id=OPENS,
+        eoi_token_id=CLOSES,
+    )
+
+
+def unified(**text: Any) -> Gemma4UnifiedConfig:
+    del text["rope_parameters"]
+    kinds = ["sliding_attention", "full_attention", "full_attention"]
+    text |= {"layer_types": kinds[: text["num_hidden_layers"]], "head_dim": 12}
+    text |= {"global_head_dim": 20, "sliding_window": 7, "pad_token_id": 0}
+    vision: dict[str, Any] = {"patch_size": PATCH // 2, "pooling_kernel_size": 2}
+    vision |= {"mm_posemb_size": 20}
+    vision |= {"mm_embed_dim": 32, "output_proj_dims": 32, "initializer_range": 0.15}
+    return Gemma4UnifiedConfig(
+        text_config=text,
+        vision_config=vision,
+        audio_config=None,
+        image_token_id=TOKEN,
+        video_token_id=VIDEO,
+        audio_token_id=AUDIO,
         boi_token_id=OPENS,
         eoi_token_id=CLOSES,
     )
@@ -235,6 +257,7 @@ KINDS: dict[str, tuple[Any, Any]] = {
     "gemma3": (gemma3, Gemma3ForConditionalGeneration),
     "gemma4": (partial(gemma4, {"standardize": True}), Gemma4ForConditionalGeneration),
     "gemma4_shared": (partial(gemma4, {"standardize": True}, 2), Gemma4ForConditionalGeneration),
+    "gemma4_unified": (unified, Gemma4UnifiedForConditionalGeneration),
     "gemma4_small": (
         partial(gemma4, {"use_clipped_linears": True}),
         Gemma4ForConditionalGeneration,
@@ -412,6 +435,11 @@ POOLED = dict.fromkeys(("gemma4", "gemma4_shared", "gemma4_small"), "pooled ")
 PICTURES |= {
     "pooled " + name: Picture("pooled " + name, *size, frames=1) for name, size in _GRIDS.items()
 }
+POOLED["gemma4_unified"] = "large patches of "
+PICTURES |= {
+    "large patches of " + name: Picture("large" + name, high // 2, wide // 2, side=1, frames=1)
+    for name, (high, wide) in _GRIDS.items()
+}
 _SHAPES = {"a": (1, 2), "b": (1, 1), "c": (1, 1), "d": (2, 1), "e": (2, 2)}
 STRETCHED = {
     "internvl": "stretched tiles of ",
@@ -443,7 +471,11 @@ def pictured(parts: Sequence[list[int] | str], **changes: Any) -> GenerateReques
             ids += part
     wishes: dict[str, Any] = {"temperature": 0.0, "logprobs": VOCAB, "prompt_logprobs": 0}
     # transformers takes no placeholder that was drawn.
-    wishes |= {"ignore_eos": True, "logit_bias": {TOKEN: -1e6, VIDEO: -1e6}, **changes}
+    wishes |= {
+        "ignore_eos": True,
+        "logit_bias": dict.fromkeys((TOKEN, VIDEO, AUDIO), -1e6),
+        **changes,
+    }
     return make_request(ids, pictures=tuple(spans), **wishes)
 
 
@@ -470,7 +502,7 @@ def of_gemma4(pictures: Sequence[Picture]) -> dict[str, torch.Tensor]:
     for picture in pictures:
         of = torch.from_numpy(patch_places(picture.grid, picture.side)).flip(0).T
         rest = (0, 0, 0, most - len(of))
-        pixels.append(torch.nn.functional.pad(picture.patches / 2 + 0.5, rest))
+        pixels.append(torch.nn.functional.pad(picture.patches, rest))
         places.append(torch.nn.functional.pad(of, rest, value=-1))
     return {"pixel_values": torch.stack(pixels), "image_position_ids": torch.stack(places)}
 
@@ -486,6 +518,15 @@ def tiles_of(pictures: Sequence[Picture], pixels: int | tuple[int, int]) -> torc
     return torch.nn.functional.pad(tiles, (0, beyond, 0, beyond))[None]
 
 
+def generation_masks(config: Any, kinds: torch.Tensor) -> Any:
+    """Masks that transformers generates with. A plain call of its model lets tokens of a picture
+    see each other in layers without a window, too."""
+    embedded = torch.zeros(*kinds.shape, config.text_config.hidden_size)
+    positions = torch.arange(kinds.shape[1])[None]
+    make: Any = Gemma4UnifiedForConditionalGeneration.create_masks_for_generate
+    return make(config, embedded, None, None, positions, mm_token_type_ids=kinds)
+
+
 def picture_inputs(config: Any, request: GenerateRequest, count: int) -> dict[str, Any]:
     """Inputs of transformers for a request's pictures. count: tokens."""
     of = [PICTURES[span.picture] for span in request.pictures]
@@ -497,8 +538,12 @@ def picture_inputs(config: Any, request: GenerateRequest, count: int) -> dict[st
         inputs["token_type_ids"] = kinds
     if isinstance(of[0], PaddedPicture) or of[0].has_breaks:
         inputs |= sized_inputs(of, config)
-    elif config.model_type == "gemma4":
+    elif config.model_type in ("gemma4", "gemma4_unified"):
         inputs |= {**of_gemma4(of), "mm_token_type_ids": kinds}
+        if config.model_type == "gemma4":  # which scales them
+            inputs["pixel_values"] = inputs["pixel_values"] / 2 + 0.5
+        else:
+            inputs["attention_mask"] = generation_masks(config, kinds)
     elif isinstance(of[0], StretchedPicture):
         inputs["pixel_values"] = tiles_of(of, config.vision_config.image_size)
     elif of[0].frames == 1:

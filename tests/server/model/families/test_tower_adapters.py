@@ -53,8 +53,10 @@ def lora_of(kind: str) -> dict[str, dict[str, Any]]:
     """Configs of adapters for a kind of model."""
     if "gemma4" not in kind:
         return LORA
-    tower = rf"{_TOWER}\.(q_proj|o_proj|gate_proj)\.linear"
-    changes = {"short": {"target_modules": _WRAPPED}, "tower": {"target_modules": tower}}
+    short, tower = _WRAPPED, rf"{_TOWER}\.(q_proj|o_proj|gate_proj)\.linear"
+    if kind == "gemma4_unified":  # whose encoder has no layers
+        short, tower = r".*(q_proj|down_proj|patch_dense)", r".*(patch_dense|embedding_projection)"
+    changes = {"short": {"target_modules": short}, "tower": {"target_modules": tower}}
     return {name: {**config, **changes.get(name, {})} for name, config in LORA.items()}
 
 

@@ -56,7 +56,7 @@ from tests.server.model.hub_models import SIZES, VOCAB, add_adapter, random_mode
 from tests.server.model.slabs import pack
 from tests.server.pictures.cards import TILED
 
-TOKEN, OPENS, CLOSES, VIDEO, BREAK = 90, 92, 93, 91, 94
+TOKEN, OPENS, CLOSES, VIDEO, BREAK, AUDIO = 90, 92, 93, 91, 94, 95
 TOLERANCE = 1e-4
 PATCH = 4
 TILES = TiledForm(tile=3, tilings=((1, 2), (2, 1), (1, 1)))

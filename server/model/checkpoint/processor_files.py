@@ -49,6 +49,7 @@ _MOST_RESAMPLE = 5
 
 
 _GEMMA3 = "Gemma3ImageProcessor"
+_UNIFIED = "Gemma4UnifiedImageProcessor"
 _INTERNVL = "GotOcr2ImageProcessor"
 
 
@@ -68,6 +69,7 @@ _PROCESSORS = {
     "CLIPImageProcessor": _Processor("clip", crops=True),
     _GEMMA3: _Processor("clip", (_HALF, _HALF), _BILINEAR),
     "Gemma4ImageProcessor": _Processor("gemma4", (_HALF, _HALF), normalises=False),
+    _UNIFIED: _Processor("gemma4", ((0.0,) * 3, (1.0,) * 3), normalises=False),
     _INTERNVL: _Processor("stretched"),
     "Idefics3ImageProcessor": _Processor("stretched", (_HALF, _HALF), _LANCZOS),
     "LlavaNextImageProcessor": _Processor("llava_next"),
@@ -215,12 +217,14 @@ def _of_gemma4(given: Mapping[str, Any], tower: TowerForm, folder: Path) -> dict
     if tower.pixels:
         raise ValueError(f"{_KIND} does not suit a tower of pictures of one size")
     config, side = read_json(folder / CONFIG_FILE), tower.form.side
-    if _count(given, "pooling_kernel_size", 3) != side:
+    patch, pooled = _count(given, "patch_size", 16), _count(given, "pooling_kernel_size", 3)
+    if _kind(given) == _UNIFIED:  # its patches are as large as a token
+        patch, pooled = patch * pooled, 1
+    if pooled != side:
         raise ValueError(f"pooling_kernel_size must be {side}, as the tower's")
     most = _count(given, "max_soft_tokens", 280)
     if most not in _SOFT_TOKENS:
         raise ValueError(f"max_soft_tokens must be one of {_SOFT_TOKENS}, got {most}")
-    patch = _count(given, "patch_size", 16)
     return {
         "patch_size": patch,
         "temporal_patch_size": 1,

@@ -84,3 +84,7 @@ GEMMA4 = VisionCard(
     max_pixels=70 * 48**2,
     colours_last=True,
 )
+
+UNIFIED = msgspec.structs.replace(
+    GEMMA4, patch_size=48, form=PictureForm(), mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0)
+)

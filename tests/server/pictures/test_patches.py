@@ -40,6 +40,7 @@ from tests.server.pictures.cards import (
     QWEN3,
     SIGLIP,
     TILED,
+    UNIFIED,
 )
 from tests.server.pictures.files import MODES, written
 
@@ -54,6 +55,7 @@ CLIPS = {
     "siglip": SIGLIP,
     "gemma3": GEMMA3,
     "gemma4": GEMMA4,
+    "gemma4_unified": UNIFIED,
     "part": msgspec.structs.replace(
         CLIP, patch_size=8, shortest_edge=75, crop_size=40, form=PictureForm(tile=5)
     ),
@@ -141,6 +143,14 @@ def expected_of_gemma4(
     made = Gemma4ImageProcessorPil(max_soft_tokens=70)(picture, return_tensors="np")
     places = made["image_position_ids"][0]
     wide, high = (int(most) + 1 for most in places.max(axis=0))
+    if card.form.side == 1:  # patches of a token's size
+        shape = high // 3, 3, wide // 3, 3, 16, 16, 3
+        found = made["pixel_values"][0][: high * wide].reshape(shape)
+        return found.transpose(0, 2, 1, 4, 3, 5, 6).reshape(-1, card.columns), (
+            1,
+            high // 3,
+            wide // 3,
+        )
     rows, columns = patch_places((1, high, wide), card.form.side)
     patches = made["pixel_values"][0][rows * wide + columns]
     assert card.form.tokens((1, high, wide)) == made["num_soft_tokens_per_image"][0]

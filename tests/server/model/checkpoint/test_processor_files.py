@@ -246,6 +246,14 @@ def test_gemma4_has_as_many_tokens_as_a_picture_fills(tmp_path: Path) -> None:
     assert card.ids(card.grid(640, 480)) == [255999, *[258880] * 266, 258882]
 
 
+def test_patches_of_gemma4_of_one_tower_are_tokens(tmp_path: Path) -> None:
+    tower = TowerForm(3 * 48 * 48, 258880, PictureForm(side=1))
+    given = GEMMA4_KIND | {"image_processor_type": "Gemma4UnifiedImageProcessor"}
+    card = read_vision_card(written(tmp_path, given), tower, IDS.get)
+    assert (card.mean, card.std, card.patch_size) == ((0.0,) * 3, (1.0,) * 3, 48)
+    assert card.grid(640, 480) == (1, 14, 19)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

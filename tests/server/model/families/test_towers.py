@@ -242,12 +242,23 @@ def test_refused_by_name(config: dict[str, Any], words: str) -> None:
         known("internvl", vision_feature_layer=[-1, -2]),
         gemma3(image_token_index=262208),
         gemma4(image_token_id=262144),
-        FAMILIES["gemma4_unified"].config | {"vision_config": {}},
+        FAMILIES["gemma4_unified"].config | {"image_token_id": 262144},
         gemma3({"model_type": "clip_vision_model"}),
     ],
 )
 def test_models_that_read_no_pictures_here(config: dict[str, Any]) -> None:
     assert read_model(config).pictures is None
+
+
+def test_gemma4_of_one_tower_has_no_layers_before_it() -> None:
+    config = FAMILIES["gemma4_unified"].config
+    pictures = read_model(config).pictures
+    assert pictures is not None
+    assert (pictures.columns, pictures.tower.num_layers, pictures.joins) == (6912, 0, "windowed")
+    assert parameters_of_tower(read_model(config)) == pytest.approx(49.9e6, rel=0.01)
+    other = {**config, "vision_config": {"output_proj_dims": 64}}
+    with pytest.raises(ValueError, match="output_proj_dims must be 3840"):
+        read_model(other)
 
 
 def test_which_layers_join_the_tokens_of_a_picture() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -315,6 +316,13 @@ def test_experts_that_some_rows_read() -> None:
     assert matrix_parameters(model) == pytest.approx(attention + 2 * expert)
     assert matrix_parameters(model, 2) == pytest.approx(attention + 3.5 * expert)
     assert matrix_parameters(model, 256) == pytest.approx(attention + 8 * expert)
+
+
+def test_made_up_adapters_are_of_the_text_part() -> None:
+    model = read_model(served_families()["qwen2_5_vl"].config)
+    text = msgspec.structs.replace(model, pictures=None)
+    whole, alone = (lora_layout(shared_base(each, 1), "", 16, "bfloat16") for each in (model, text))
+    assert whole == alone
 
 
 @pytest.mark.exhaustive

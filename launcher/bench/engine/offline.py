@@ -113,8 +113,8 @@ PLAIN = MadeForm()
 
 def adapted_modules(base: BaseSpec, *, experts: bool = False) -> Iterator[BaseModule]:
     """Yields the modules that made-up adapters change: the projections of all tokens in every
-    layer, and experts where that is asked for."""
-    for module in base_modules(base):
+    layer of the text part, and experts where that is asked for."""
+    for module in base_modules(base.text_part):
         if module.layer < 0 or (module.shape.is_of_experts and not experts):
             continue
         sites = base.layers[module.layer].sites

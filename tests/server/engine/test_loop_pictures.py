@@ -14,7 +14,7 @@ from loraplex.server.engine.messages import (
 from loraplex.server.engine.plan import StepPlan
 from tests.certifying.certificates import CertifyOptions, certified_output, pictured_ids
 from tests.certifying.executor import CertifyingExecutor, FakeTicket
-from tests.certifying.pictures import CHUNKS, Encoded
+from tests.certifying.pictures import CHUNKS, SECONDS, Encoded
 from tests.server.engine.harness import limits, make_request
 from tests.server.engine.scheduling.test_pictures import GRIDS, PICTURES, pictured
 from tests.server.engine.test_loop import running
@@ -73,7 +73,12 @@ def test_a_stream_goes_on_between_chunks(depth: int) -> None:
         )
         assert engine.worker.answer(2) == expected
         assert engine.worker.answer(1) == certified_output(None, [5, 6], 60, OPTIONS)
-    assert executor.launched.count("C") in (CHUNKS, 2 * CHUNKS)
+        use = engine.scheduler.shares.use
+    chunks = executor.launched.count("C")
+    assert chunks in (CHUNKS, 2 * CHUNKS)
+    # All of the tower's time is charged, and none of it to steps.
+    assert use.pictures == pytest.approx(chunks * SECONDS)
+    assert use.late == 0.0
     assert "CC" not in executor.launched[: executor.launched.rindex("C")]
 
 

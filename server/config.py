@@ -260,6 +260,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     workspace leave of the GPU's share that may be used, and of that no more than `kv_contexts`
     sequences of the whole context need; 0 = any. host_kv_memory, disk_kv: of each device's process.
     kv_folder: where pages lie on disk, under base_digest, that of the model as it is served.
+    picture_tokens: no picture has more; 0 = that is not known.
     """
 
     model_path: str
@@ -292,6 +293,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     draft_memory: int = 64 << 20
     snapshot_memory: int = 0
     picture_memory: int = 256 << 20
+    picture_tokens: int = 0
     host_kv_memory: int = 0
     disk_kv: int = 0
     kv_folder: str = ""

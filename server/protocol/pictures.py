@@ -218,6 +218,13 @@ class VisionCard(msgspec.Struct, frozen=True):
             return (self.longest_edge + self.unit) ** 2
         return 2 * max(self.min_pixels, self.max_pixels) + 2 * _MAX_ASPECT * self.unit**2
 
+    @property
+    def most_tokens(self) -> int:
+        """A bound of a picture's placeholders; 0 = its form has one."""
+        if isinstance(self.form, TiledForm):
+            return 0
+        return self.most_seen_pixels // self.unit**2 + self.form.added
+
     def cuts(self, width: int, height: int) -> list[PictureCut]:
         """The pixels that patches are made of. Boxes are of one size, and lie one below the other
         as `PictureForm.stack` has them. ValueError: the picture is too long and thin."""

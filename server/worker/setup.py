@@ -176,7 +176,7 @@ def _prepare(config: WorkerConfig, device: ChosenDevice, model: ModelFolder) -> 
     if quantised is not None:
         card = msgspec.structs.replace(card, weights=quantised.text)
     card = _apart_by_options(card, config)
-    engine = msgspec.structs.replace(engine, base_digest=card.base_digest)
+    engine = _for_card(engine, card)
     try:
         memory = HostMemory(memory_bytes(engine.host_arena_bytes, card.vision))
     except OSError as error:
@@ -195,6 +195,12 @@ def _prepare(config: WorkerConfig, device: ChosenDevice, model: ModelFolder) -> 
     return Prepared(
         worker, supervisor, worker_id, names[0], engine, memory, merger, syncing, uploads
     )
+
+
+def _for_card(engine: EngineConfig, card: ModelCard) -> EngineConfig:
+    """The engine's configuration, with what the card says."""
+    most = 0 if card.vision is None else card.vision.most_tokens
+    return msgspec.structs.replace(engine, base_digest=card.base_digest, picture_tokens=most)
 
 
 def _apart_by_options(card: ModelCard, config: WorkerConfig) -> ModelCard:

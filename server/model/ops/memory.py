@@ -228,6 +228,8 @@ def picture_limits(
         )
     fitting = engine.picture_memory // (_patch_bytes(pictures, engine) * pictures.form.side**2)
     most_tokens = max(engine.max_step_tokens, _PICTURE_TOKENS, fitting)
+    if engine.picture_tokens:  # no picture has more
+        most_tokens = min(most_tokens, engine.picture_tokens)
     return PictureLimits(
         token_id=pictures.token_id,
         form=pictures.form,

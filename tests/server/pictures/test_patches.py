@@ -165,6 +165,7 @@ def test_sizes_of_gemma4_are_those_of_transformers(width: int, height: int, most
     high, wide = get_aspect_ratio_preserving_size(height, width, 16, most * 9, 3)
     assert card.grid(width, height) == (1, high // 16, wide // 16)
     assert high * wide <= card.most_seen_pixels
+    assert card.form.tokens(card.grid(width, height)) <= card.most_tokens
 
 
 def cut(pixels: np.ndarray, card: VisionCard) -> tuple[np.ndarray, tuple[int, ...]]:

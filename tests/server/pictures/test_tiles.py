@@ -115,6 +115,7 @@ def assert_same(kind: Kind, data: bytes) -> None:
     assert ids[start] == ids[start + length - 1] == kind.token_id
     assert ids.count(kind.token_id) == FORM.tokens(grid)
     assert len(tiles) * PIXELS**2 <= kind.card.most_seen_pixels
+    assert FORM.tokens(grid) <= kind.card.most_tokens
 
 
 @pytest.mark.parametrize("name", CUTS)

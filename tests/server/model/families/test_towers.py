@@ -292,6 +292,9 @@ def test_memory_of_pictures_is_one_line() -> None:
     short = picture_limits(model, engine, 9999)
     assert short is not None
     assert short.most_tokens == 9999
+    said = picture_limits(model, msgspec.structs.replace(engine, picture_tokens=777), 100_000)
+    assert said is not None
+    assert said.most_tokens == 777
     much = picture_limits(model, msgspec.structs.replace(engine, picture_memory=8 << 30), 100_000)
     assert much is not None
     assert 40_000 < much.most_tokens < 100_000

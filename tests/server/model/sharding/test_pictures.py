@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.server.model.families.pictured import Pictured, text
-from tests.server.model.families.test_tower_adapters import LORA
+from tests.server.model.families.test_tower_adapters import lora_of
 from tests.server.model.sharding.processes import GroupDriver
 
 pytestmark = [
@@ -26,7 +26,7 @@ pytestmark = [
 )
 def test_each_process_reads_every_picture(kind: str, tmp_path: Path) -> None:
     make = partial(GroupDriver, shards=2, meeting=tmp_path / "meeting")
-    served = Pictured(tmp_path / "base", make, shards=2, kind=kind, lora=LORA)
+    served = Pictured(tmp_path / "base", make, shards=2, kind=kind, lora=lora_of(kind))
     engine = served.engine(max_step_tokens=24)
     requests = [
         served.pictured(

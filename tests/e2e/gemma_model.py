@@ -19,6 +19,8 @@ from transformers import (
     Gemma3Processor,
     Gemma4Config,
     Gemma4ForConditionalGeneration,
+    Gemma4UnifiedConfig,
+    Gemma4UnifiedForConditionalGeneration,
     PreTrainedTokenizerFast,
 )
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
@@ -28,7 +30,7 @@ from tests.e2e.picture_model import answer_of
 from tests.router.fake_worker import byte_alphabet
 from tests.server.model.hub_models import SIZES, add_adapter, random_model
 
-Kind = Literal["gemma3", "gemma4"]
+Kind = Literal["gemma3", "gemma4", "gemma4_unified"]
 ADAPTER = "two"
 # Gemma 4 has modules around those of its encoder, which PEFT does not take.
 _OF_IMAGES = r".*vision_tower.*(fc1|out_proj|\.linear)"
@@ -40,6 +42,7 @@ _OF_PICTURES = {
     "gemma3": ("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
     "gemma4": ("<|image>", "<image|>", "<|image|>"),
 }
+_OF_PICTURES["gemma4_unified"] = _OF_PICTURES["gemma4"]
 # As Gemma 3 has it, without its checks. Gemma 4's spells a picture by its placeholder.
 _TEMPLATE = (
     "{% if messages[0]['role'] == 'system' %}"
@@ -73,10 +76,12 @@ _VISION: dict[str, dict[str, Any]] = {
         "num_attention_heads": 2,
         "num_key_value_heads": 2,
         "head_dim": 16,
-        "position_embedding_size": 300,
+        "position_embedding_size": 3360,
         "initializer_range": 0.15,
     },
 }
+_VISION["gemma4_unified"] = {"mm_embed_dim": 32, "output_proj_dims": 32, "initializer_range": 0.15}
+_UNIFIED_PROCESSOR = "Gemma4UnifiedImageProcessor"
 _SIDE = {"height": 32, "width": 32}
 
 
@@ -97,7 +102,7 @@ def _tokenizer(kind: Kind) -> Any:
     return saved
 
 
-def _config(kind: Kind, **ignored: Any) -> Gemma3Config | Gemma4Config:
+def _config(kind: Kind, **ignored: Any) -> Any:
     windowed, full = "sliding_attention", "full_attention"
     text: dict[str, Any] = {
         **SIZES,
@@ -105,7 +110,7 @@ def _config(kind: Kind, **ignored: Any) -> Gemma3Config | Gemma4Config:
         "eos_token_id": TURN_ENDS,
         "max_position_embeddings": 1024,
         "head_dim": 16,
-        "sliding_window": 24,
+        "sliding_window": 72,
         "layer_types": [windowed, full, full],
     }
     if kind == "gemma3":
@@ -118,7 +123,8 @@ def _config(kind: Kind, **ignored: Any) -> Gemma3Config | Gemma4Config:
             mm_tokens_per_image=16,
         )
     text |= {"use_bidirectional_attention": "vision", "hidden_size_per_layer_input": 0}
-    return Gemma4Config(
+    make: Any = Gemma4Config if kind == "gemma4" else Gemma4UnifiedConfig
+    return make(
         text_config=text | {"global_head_dim": 16, "pad_token_id": 0},
         vision_config=_VISION[kind],
         audio_config=None,
@@ -133,6 +139,7 @@ def _config(kind: Kind, **ignored: Any) -> Gemma3Config | Gemma4Config:
 _MODELS: dict[str, Any] = {
     "gemma3": Gemma3ForConditionalGeneration,
     "gemma4": Gemma4ForConditionalGeneration,
+    "gemma4_unified": Gemma4UnifiedForConditionalGeneration,
 }
 
 
@@ -142,6 +149,10 @@ def save_gemma(folder: Path, kind: Kind) -> None:
     base.save_pretrained(folder / "base")
     _tokenizer(kind).save_pretrained(folder / "base")
     _processor(kind).save_pretrained(folder / "base")
+    if kind == "gemma4_unified":
+        path = folder / "base" / "preprocessor_config.json"
+        given = json.loads(path.read_text()) | {"image_processor_type": _UNIFIED_PROCESSOR}
+        path.write_text(json.dumps(given))
     (folder / "base" / "generation_config.json").write_text(json.dumps({"eos_token_id": TURN_ENDS}))
     made: Any = add_adapter(base, ADAPTER, LoraConfig(**_LORA), 1)
     made.save_pretrained(str(folder), selected_adapters=[ADAPTER])
@@ -151,6 +162,20 @@ def _processor(kind: Kind) -> Any:
     if kind == "gemma3":
         return Gemma3ImageProcessorPil(size=_SIDE)
     return Gemma4ImageProcessorPil(max_soft_tokens=70)
+
+
+def _merged(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Patches and places of tokens, of those that are nine times smaller."""
+    made, places = list[torch.Tensor](), list[torch.Tensor]()
+    for patches, of in zip(inputs["pixel_values"], inputs["image_position_ids"], strict=True):
+        wide, high = (of.amax(0) + 1).tolist()
+        found = patches[: high * wide].view(high // 3, 3, wide // 3, 3, 16, 16, 3)
+        found = found.permute(0, 2, 1, 4, 3, 5, 6).reshape(high * wide // 9, -1)
+        spots = torch.cartesian_prod(torch.arange(high // 3), torch.arange(wide // 3)).flip(1)
+        rest = (0, 0, 0, len(of) // 9 - len(found))
+        made.append(torch.nn.functional.pad(found, rest))
+        places.append(torch.nn.functional.pad(spots, rest, value=-1))
+    return {"pixel_values": torch.stack(made), "image_position_ids": torch.stack(places)}
 
 
 class GemmaOracle:
@@ -179,6 +204,8 @@ class GemmaOracle:
             whole = Gemma3Processor(self.processor, self.tokenizer, image_seq_length=16)
             return dict(whole(images=seen, text=prompt, return_tensors="pt"))
         inputs = dict(self.processor(seen, return_tensors="pt"))
+        if self._kind == "gemma4_unified":
+            inputs |= _merged(inputs)
         opens, closes, image = _OF_PICTURES["gemma4"]
         pieces = prompt.split(image)
         for number, count in enumerate(inputs.pop("num_soft_tokens_per_image"), 1):

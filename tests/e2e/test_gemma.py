@@ -23,7 +23,7 @@ CHATS = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "gemma4"])
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "gemma4_unified"])
 def test_chats_are_those_of_transformers(kind: Kind, tmp_path: Path) -> None:
     save_gemma(tmp_path, kind)
     oracle = GemmaOracle(tmp_path, kind)

@@ -230,6 +230,7 @@ def picture_limits(
     most_tokens = max(engine.max_step_tokens, _PICTURE_TOKENS, fitting)
     if engine.picture_tokens:  # no picture has more
         most_tokens = min(most_tokens, engine.picture_tokens)
+    most_tokens = min(most_tokens, pictures.most_tokens or most_tokens)
     return PictureLimits(
         token_id=pictures.token_id,
         form=pictures.form,

@@ -133,7 +133,8 @@ class PictureSpec(msgspec.Struct, frozen=True):
     the row, each as a head of its own. stand_in: the token whose inputs of layers (`LayerInputs`)
     placeholders have; None = their own. joins: layers of the text part that join pictures, as of
     AttentionSpec. path: of what holds the tower's layers, as adapters name it. wrapped: what
-    adapters call the product within a module of the name that it has here.
+    adapters call the product within a module of the name that it has here. most_tokens:
+    placeholders of any picture; 0 = there may be any number.
     """
 
     tower: ModelSpec
@@ -148,6 +149,7 @@ class PictureSpec(msgspec.Struct, frozen=True):
     joins: Joins = "none"
     path: str = "vision_tower.encoder.layers"
     wrapped: str = ""
+    most_tokens: int = 0
 
     @property
     def merger(self) -> MergerSpec:

@@ -22,10 +22,17 @@ from loraplex.server.model.spec.model_spec import (
     PositionTable,
     RopeSpec,
 )
-from loraplex.server.model.spec.picture_spec import MergerSpec, PatchSpec, PictureSpec, PoolSpec
+from loraplex.server.model.spec.picture_spec import (
+    MergerSpec,
+    PatchSpec,
+    PictureSpec,
+    PoolSpec,
+)
 from loraplex.server.protocol import PictureForm
 
 _GEMMA3_TOKEN, _GEMMA3_TOKENS, _GEMMA4_TOKEN = 262144, 256, 258880
+# Of a picture, by any file of Gemma 4's processors.
+_MOST_TOKENS = 1120
 # transformers reads the latter as the former.
 _ROPES = ("axial", "default")
 # Where `config.json` says nothing.
@@ -96,9 +103,8 @@ def read_gemma4(config: Mapping[str, Any], text: ModelSpec, fields: Fields) -> P
         return None
     fields = fields.changed(**{**_GEMMA4, **fields.config})
     sizes, side = _gemma4_sizes(fields), fields.positive("pooling_kernel_size")
-    positions = PositionTable(
-        "patch_embedder.position_embedding_table", fields.positive("position_embedding_size")
-    )
+    rows = _rows(fields, "position_embedding_size", side)
+    positions = PositionTable("patch_embedder.position_embedding_table", rows)
     columns = COLOURS * fields.positive("patch_size") ** 2
     embedding = PatchSpec(
         "patch_embedder.input_proj",
@@ -119,11 +125,15 @@ def read_gemma4(config: Mapping[str, Any], text: ModelSpec, fields: Fields) -> P
         reads_stream=True,
     )
     layers = (_gemma4_layer(fields, sizes),) * sizes.layers
-    made = _in_gemma4(config, tower(text, embedding, layers, norm, merger, "-"), token_id, None)
-    padding = (config.get("text_config") or config).get("pad_token_id", 0)
-    return replace(
-        made,
+    table = config.get("text_config") or config
+    joins = table.get("use_bidirectional_attention") == "vision"
+    padding = table.get("pad_token_id", 0)
+    return PictureSpec(
+        tower(text, embedding, layers, norm, merger, "-"),
+        token_id,
         form=PictureForm(side=side),
+        joins="windowed" if joins else "none",
+        most_tokens=_MOST_TOKENS,
         in_halves=True,
         stand_in=padding if text.embedding.inputs is not None else None,
         wrapped=".linear",
@@ -150,7 +160,7 @@ def read_unified(config: Mapping[str, Any], text: ModelSpec, fields: Fields) -> 
         "embed_vision.patch_dense",
         columns,
         hidden,
-        positions=PositionTable("embed_vision.pos_embedding", fields.positive("mm_posemb_size")),
+        positions=PositionTable("embed_vision.pos_embedding", _rows(fields, "mm_posemb_size", 1)),
         norm=last,
         kernel=(columns,),
         bias=True,
@@ -164,16 +174,25 @@ def read_unified(config: Mapping[str, Any], text: ModelSpec, fields: Fields) -> 
     product = LinearSpec("lm_head", hidden, (part,), "none")
     merger = MergerSpec(product, tied=False, norm=norm, side=1, reads_stream=True)
     model = replace(tower(text, embedding, (), norm, merger, "-"), stored_names=_UNIFIED_TENSORS)
-    return replace(_in_gemma4(config, model, token_id, "vision"), path="embed_vision")
-
-
-def _in_gemma4(
-    config: Mapping[str, Any], model: ModelSpec, token_id: int, usual: str | None
-) -> PictureSpec:
-    """usual: which tokens see each other, where `config.json` says nothing."""
     table = config.get("text_config") or config
-    joins = table.get("use_bidirectional_attention", usual) == "vision"
-    return PictureSpec(model, token_id, joins="windowed" if joins else "none")
+    joins = table.get("use_bidirectional_attention", "vision") == "vision"
+    # A longer picture's tokens would see each other beyond the window.
+    most = min((window for window in text.windows if window), default=_MOST_TOKENS)
+    return PictureSpec(
+        model,
+        token_id,
+        joins="all" if joins else "none",
+        path="embed_vision",
+        most_tokens=min(most, _MOST_TOKENS),
+    )
+
+
+def _rows(fields: Fields, key: str, side: int) -> int:
+    """Rows of a table of positions, which are enough for the longest picture."""
+    rows, least = fields.positive(key), _MOST_TOKENS * side
+    if rows < least:
+        fields.refuse(f"{key} must be at least {least}, got {rows}")
+    return rows
 
 
 def _gemma4_sizes(fields: Fields) -> family.ModelSizes:

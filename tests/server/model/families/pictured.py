@@ -162,7 +162,7 @@ def gemma4(vision: Mapping[str, Any], shared: int = 0, **text: Any) -> Gemma4Con
     del text["rope_parameters"]
     sizes = {key: VISION[key] for key in ("hidden_size", "intermediate_size", "patch_size")}
     sizes |= {"num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 2}
-    sizes |= {"head_dim": 12, "pooling_kernel_size": 2, "position_embedding_size": 20}
+    sizes |= {"head_dim": 12, "pooling_kernel_size": 2, "position_embedding_size": 2240}
     kinds = ["sliding_attention", "full_attention", "full_attention"]
     if shared:
         kinds = ["sliding_attention", "full_attention"] * 2
@@ -196,9 +196,9 @@ def unified(**text: Any) -> Gemma4UnifiedConfig:
     del text["rope_parameters"]
     kinds = ["sliding_attention", "full_attention", "full_attention"]
     text |= {"layer_types": kinds[: text["num_hidden_layers"]], "head_dim": 12}
-    text |= {"global_head_dim": 20, "sliding_window": 7, "pad_token_id": 0}
+    text |= {"global_head_dim": 20, "sliding_window": 20, "pad_token_id": 0}
     vision: dict[str, Any] = {"patch_size": PATCH // 2, "pooling_kernel_size": 2}
-    vision |= {"mm_posemb_size": 20}
+    vision |= {"mm_posemb_size": 1120}
     vision |= {"mm_embed_dim": 32, "output_proj_dims": 32, "initializer_range": 0.15}
     return Gemma4UnifiedConfig(
         text_config=text,
@@ -518,15 +518,6 @@ def tiles_of(pictures: Sequence[Picture], pixels: int | tuple[int, int]) -> torc
     return torch.nn.functional.pad(tiles, (0, beyond, 0, beyond))[None]
 
 
-def generation_masks(config: Any, kinds: torch.Tensor) -> Any:
-    """Masks that transformers generates with. A plain call of its model lets tokens of a picture
-    see each other in layers without a window, too."""
-    embedded = torch.zeros(*kinds.shape, config.text_config.hidden_size)
-    positions = torch.arange(kinds.shape[1])[None]
-    make: Any = Gemma4UnifiedForConditionalGeneration.create_masks_for_generate
-    return make(config, embedded, None, None, positions, mm_token_type_ids=kinds)
-
-
 def picture_inputs(config: Any, request: GenerateRequest, count: int) -> dict[str, Any]:
     """Inputs of transformers for a request's pictures. count: tokens."""
     of = [PICTURES[span.picture] for span in request.pictures]
@@ -542,8 +533,6 @@ def picture_inputs(config: Any, request: GenerateRequest, count: int) -> dict[st
         inputs |= {**of_gemma4(of), "mm_token_type_ids": kinds}
         if config.model_type == "gemma4":  # which scales them
             inputs["pixel_values"] = inputs["pixel_values"] / 2 + 0.5
-        else:
-            inputs["attention_mask"] = generation_masks(config, kinds)
     elif isinstance(of[0], StretchedPicture):
         inputs["pixel_values"] = tiles_of(of, config.vision_config.image_size)
     elif of[0].frames == 1:

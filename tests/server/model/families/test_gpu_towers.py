@@ -100,6 +100,13 @@ def of_squares(patches: torch.Tensor, grid: Grid, config: Any) -> Inputs:
     return {"pixel_values": pixels(patches, high, wide, side, config.vision_config.patch_size)}
 
 
+def of_large_places(patches: torch.Tensor, grid: Grid, config: Any) -> Inputs:
+    return {
+        "pixel_values": patches[None],
+        "image_position_ids": torch.from_numpy(patch_places(grid, 1)).flip(0).T[None],
+    }
+
+
 def of_places(patches: torch.Tensor, grid: Grid, config: Any) -> Inputs:
     """Patches as the processor gives them, and the column and row of each."""
     places = patch_places(grid, config.vision_config.pooling_kernel_size)
@@ -112,6 +119,7 @@ _QWEN_IDS |= {"vision_start_token_id": 7, "vision_end_token_id": 8}
 _QWEN = {"depth": LAYERS}
 KINDS = {
     "gemma3": Kind((1, 64, 64), of_squares),
+    "gemma4_unified": Kind((1, 14, 19), of_large_places, vision={}, ids={"image_token_id": 5}),
     "gemma4": Kind((1, 42, 57), of_places, ids={"image_token_id": 5}),
     "idefics3": Kind((1, 26, 52), of_stretched, ids={"image_token_id": 5}),
     "internvl": Kind((1, 32, 64), of_stretched, ids={"image_token_id": 5}),

@@ -42,6 +42,7 @@ pytestmark = [
         ("fa2", "gemma3", 2),
         pytest.param("fa2", "gemma4", 2, marks=pytest.mark.exhaustive),
         pytest.param("fa2", "gemma4_small", 3, marks=pytest.mark.exhaustive),
+        pytest.param("fa2", "gemma4_unified", 2, marks=pytest.mark.exhaustive),
         pytest.param("fa3", "qwen2_5_vl", 2, marks=pytest.mark.exhaustive),
         pytest.param("fa2", "idefics3", 2, marks=pytest.mark.exhaustive),
         pytest.param("fa2", "internvl", 2, marks=pytest.mark.exhaustive),

@@ -196,6 +196,7 @@ def qwen3(**vision: Any) -> dict[str, Any]:
         ),
         (gemma3({"hidden_size": 1000}), "hidden_size must be a multiple of num_attention_heads"),
         (gemma4({"num_key_value_heads": 4}), "num_key_value_heads must be 16"),
+        (gemma4({"position_embedding_size": 3359}), "must be at least 3360, got 3359"),
         (gemma4({"head_dim": 6}), "head_dim must be a multiple of 4"),
         (gemma4({"rope_parameters": {"rope_type": "yarn"}}), "must be of type axial"),
         (gemma4({"hidden_activation": "snake"}), "hidden_activation must be one of"),
@@ -254,8 +255,9 @@ def test_gemma4_of_one_tower_has_no_layers_before_it() -> None:
     config = FAMILIES["gemma4_unified"].config
     pictures = read_model(config).pictures
     assert pictures is not None
-    assert (pictures.columns, pictures.tower.num_layers, pictures.joins) == (6912, 0, "windowed")
+    assert (pictures.columns, pictures.tower.num_layers, pictures.joins) == (6912, 0, "all")
     assert parameters_of_tower(read_model(config)) == pytest.approx(49.9e6, rel=0.01)
+    assert pictures.most_tokens == 1024  # of the window
     other = {**config, "vision_config": {"output_proj_dims": 64}}
     with pytest.raises(ValueError, match="output_proj_dims must be 3840"):
         read_model(other)
@@ -277,6 +279,9 @@ def test_which_layers_join_the_tokens_of_a_picture() -> None:
     limits = picture_limits(model, engine_config(Path(), max_step_tokens=8192), 8192)
     assert limits is not None
     assert limits.is_joined
+    limits = picture_limits(read_model(GEMMA4), engine_config(Path()), 8192)
+    assert limits is not None
+    assert limits.most_tokens == 1120
 
 
 def test_memory_of_pictures_is_one_line() -> None:

@@ -21,7 +21,7 @@ pytestmark = [
     "kind",
     [
         *("qwen2_5_vl", "llava", "llava_next", "mistral3", "qwen3_vl", "qwen3_5", "qwen3_5_moe"),
-        *("gemma3", "gemma4", "gemma4_small", "idefics3", "internvl", "smolvlm"),
+        *("gemma3", "gemma4", "gemma4_small", "gemma4_unified", "idefics3", "internvl", "smolvlm"),
     ],
 )
 def test_each_process_reads_every_picture(kind: str, tmp_path: Path) -> None:

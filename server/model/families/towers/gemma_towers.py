@@ -133,7 +133,6 @@ def read_gemma4(config: Mapping[str, Any], text: ModelSpec, fields: Fields) -> P
         token_id,
         form=PictureForm(side=side),
         joins="windowed" if joins else "none",
-        most_tokens=_MOST_TOKENS,
         in_halves=True,
         stand_in=padding if text.embedding.inputs is not None else None,
         wrapped=".linear",

@@ -1,5 +1,6 @@
 """Kernels compiled many at once, before any of them is launched."""
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -9,6 +10,8 @@ from typing import Any
 import triton
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
+
+log = logging.getLogger(__name__)
 
 _MOST_THREADS = 16  # each takes some 100 MB
 
@@ -29,6 +32,20 @@ def compiled_together() -> Iterator[None]:
     ):
         yield
     compilations.raise_first()
+
+
+def tell_of_late_kernels() -> None:
+    """Log each kernel that is compiled or loaded from now on: it holds up a step, and should have
+    been warm."""
+
+    def late(*, src: Any, cache_hit: bool, **_: object) -> None:
+        done = "loaded" if cache_hit else "compiled"
+        log.warning(
+            "a kernel was %s while serving: %s %s %s", done, src.name, src.signature, src.constants
+        )
+
+    # Triton's hook of a launch writes constants as JSON, and raises where one holds a dtype.
+    triton.knobs.compilation.listener = late
 
 
 class _Compilations(ThreadPoolExecutor):

@@ -11,7 +11,6 @@ from loraplex.server.kernels.moe.tiles import ExpertTiles, expert_tiles, max_til
 
 # The most rows whose places one program finds sooner than two kernels do.
 _MOST_COMPARED = 32
-_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 class ChoiceRule(NamedTuple):
@@ -47,7 +46,7 @@ class ChoiceRule(NamedTuple):
         shared = self.by_scores or self.floor > 0 or self.added > 0
         return _RuleForm(
             self.of_chosen,
-            None if self.rounded is None else _DTYPES[self.rounded],
+            str(self.rounded).removeprefix("torch."),
             self.sigmoid,
             shared and not self.sigmoid,
             self.floor,
@@ -64,11 +63,11 @@ class ChoiceRule(NamedTuple):
 class _RuleForm(NamedTuple):
     """Constants of a kernel, as of ChoiceRule. groups, best: how many there are, and of how many
     experts are chosen. shared: scores are divided by their sum. corrected, scaled: whether the rule
-    has such numbers.
+    has such numbers. All can be JSON, as Triton writes constants.
     """
 
     of_chosen: bool
-    rounded: Any
+    rounded: str
     sigmoid: bool
     shared: bool
     floor: float
@@ -358,8 +357,10 @@ def _weighed(
     elif not RULE.sigmoid:
         weights = weights / tl.sum(scores, axis=1)[:, None]
     weights *= RULE.factor
-    if RULE.rounded is not None:
-        weights = weights.to(RULE.rounded).to(tl.float32)
+    if RULE.rounded == "bfloat16":
+        weights = weights.to(tl.bfloat16).to(tl.float32)
+    if RULE.rounded == "float16":
+        weights = weights.to(tl.float16).to(tl.float32)
     if RULE.scaled:
         k = tl.arange(0, BLOCK_K)[None, :]
         weights *= tl.load(scales_ptr + chosen, mask=k < TOP_K, other=0.0)

@@ -5,11 +5,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import triton
 
 from loraplex.adapters.base import Role
 from loraplex.server.engine.executor import ExecutorLimits
-from loraplex.server.kernels.launch.compile_ahead import compiled_together
+from loraplex.server.kernels.launch.compile_ahead import compiled_together, tell_of_late_kernels
 from loraplex.server.model.decoder import Decoder
 from loraplex.server.model.graphs.decode_graphs import DecodeGraphs
 from loraplex.server.model.graphs.parts import Built, Parts
@@ -71,7 +70,7 @@ def build_fast(parts: Parts, graph_batches: Sequence[int] | None, phases: StartP
     start.measure_products()
     phases.begin("capturing graphs")
     graphs, token_graphs = start.capture(decoder, phases)
-    _tell_of_late_kernels()
+    tell_of_late_kernels()
     most = start.sizes[-1]
     told = f"{start.prompt_kernels} for prompts, decode graphs for up to {most} sequences"
     if parts.batch_invariant:
@@ -289,14 +288,3 @@ def _weights_of_token(layer: LayerWeights) -> int:
             each = sum(linear.out_features * linear.in_features for linear in experts)
             weights += branch.spec.top_k * each
     return weights
-
-
-def _tell_of_late_kernels() -> None:
-    """Log each kernel that is compiled from now on: it holds up a step, and should have
-    been warm.
-    """
-
-    def late(*, repr: str, **_: object) -> None:
-        log.warning("a kernel was compiled while serving: %s", repr)
-
-    triton.knobs.runtime.jit_post_compile_hook = late

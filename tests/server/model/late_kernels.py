@@ -48,6 +48,7 @@ CASES: tuple[tuple[int, tuple[int, ...], int, SamplingParams], ...] = (
     *((count, (LAYERS, ODD), 7, GREEDY) for count in (1, 4, 40, 200, 300)),
     *((count, (LAYERS, HEAD), 7, GREEDY) for count in (1, 3, 5, 40, 300)),
     *((count, (LAYERS, EMBEDDING), 7, GREEDY) for count in (1, 5, 40, 300)),
+    *((1, (LAYERS,), tokens, GREEDY) for tokens in (100, 200)),
     *((3, (BASE, LAYERS, ODD), 7, wanted) for wanted in (RANDOM, PENALISED, SCORED)),
     *((80, slots, 100, GREEDY) for slots in ((BASE,), (LAYERS,), (LAYERS, ODD))),
     (80, (BASE, LAYERS, ODD, HEAD, EMBEDDING), 100, SCORED),
@@ -59,6 +60,7 @@ GPUS = {
     "windows": ("sm90", 132, "fa3", "qwen2-window"),
     "experts": ("sm90", 132, "fa3", "mixtral"),
     "states": ("sm90", 132, "fa3", "qwen3.5"),
+    "rounded weights": ("sm90", 132, "fa3", "ernie-moe"),
     "shared": ("sm90", 132, "fa3", "gemma4-inputs"),
 }
 asked: set[str] = set()

@@ -35,6 +35,8 @@ KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 MIXED = ["linear_attention", "full_attention", "linear_attention"]
 # A known model or a shape -> what its few layers are.
 OF_FEW: dict[str, dict[str, Any]] = {
+    # transformers reads the base of the rotation here alone.
+    "dbrx": {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
     "deepseek_v3": {"first_k_dense_replace": 1, "n_routed_experts": 32},
     "bamba": {"attn_layer_indices": [1]},
     "gemma-4-e4b": {

@@ -206,6 +206,8 @@ class VisionCard(msgspec.Struct, frozen=True):
     @property
     def most_seen_pixels(self) -> int:
         """A bound of the pixels that patches are made of."""
+        if self.rule == "gemma4":
+            return self.max_pixels
         if isinstance(self.form, TiledForm):
             patches = self.form.patches(self.form.largest(0))
             return patches * self.patch_size**2

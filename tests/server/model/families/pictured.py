@@ -144,7 +144,7 @@ def gemma3(**text: Any) -> Gemma3Config:
     vision |= {"num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 8 * PATCH}
     vision |= {"model_type": "siglip_vision_model", "initializer_range": 0.15}
     del text["rope_parameters"]
-    text |= {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 16}
+    text = {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 16} | text
     layers = text["num_hidden_layers"]
     text |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"][:layers]}
     return Gemma3Config(
@@ -169,7 +169,7 @@ def gemma4(vision: Mapping[str, Any], shared: int = 0, **text: Any) -> Gemma4Con
         text["num_hidden_layers"] = 4
     is_large = vision.get("standardize", False)
     inputs = 10 * (shared > 0 or not is_large)
-    text |= {
+    text = {
         "layer_types": kinds[: text["num_hidden_layers"]],
         "num_kv_shared_layers": shared,
         "head_dim": 12,
@@ -179,7 +179,7 @@ def gemma4(vision: Mapping[str, Any], shared: int = 0, **text: Any) -> Gemma4Con
         "vocab_size_per_layer_input": text["vocab_size"],
         "use_bidirectional_attention": "vision" if is_large else None,
         "pad_token_id": 0,
-    }
+    } | text
     return Gemma4Config(
         text_config=text,
         vision_config={**sizes, "initializer_range": 0.15, **vision},
@@ -195,8 +195,9 @@ def gemma4(vision: Mapping[str, Any], shared: int = 0, **text: Any) -> Gemma4Con
 def unified(**text: Any) -> Gemma4UnifiedConfig:
     del text["rope_parameters"]
     kinds = ["sliding_attention", "full_attention", "full_attention"]
-    text |= {"layer_types": kinds[: text["num_hidden_layers"]], "head_dim": 12}
-    text |= {"global_head_dim": 20, "sliding_window": 20, "pad_token_id": 0}
+    text = {"layer_types": kinds[: text["num_hidden_layers"]], "head_dim": 12} | text
+    text = {"global_head_dim": 20} | text
+    text |= {"sliding_window": 20, "pad_token_id": 0}
     vision: dict[str, Any] = {"patch_size": PATCH // 2, "pooling_kernel_size": 2}
     vision |= {"mm_posemb_size": 1120}
     vision |= {"mm_embed_dim": 32, "output_proj_dims": 32, "initializer_range": 0.15}

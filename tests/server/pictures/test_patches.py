@@ -186,7 +186,7 @@ def assert_grid(card: VisionCard, found: Grid, wanted: tuple[int, ...]) -> None:
 
 
 # Each has a near relative in the short run.
-LONG = ("pixtral12", "tiled_siglip")
+LONG = ("gemma4_unified", "pixtral12", "tiled_siglip")
 
 
 @pytest.mark.parametrize(

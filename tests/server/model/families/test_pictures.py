@@ -33,7 +33,7 @@ PARTS: list[list[list[int] | str]] = [
 
 # Another kind in the short run is nearly as they are.
 LONG = (
-    *("gemma4_shared", "gemma4_small", "llava_next", "llava_next_siglip"),
+    *("gemma4_shared", "gemma4_small", "gemma4_unified", "llava_next", "llava_next_siglip"),
     *("llava_pixtral", "smolvlm"),
 )
 PARAMS = [pytest.param(k, marks=[pytest.mark.exhaustive] * (k in LONG)) for k in KINDS]

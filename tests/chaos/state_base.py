@@ -18,7 +18,9 @@ from tests.server.model.families.variants import VARIANTS
 from tests.server.model.hub_models import make_model, reference_logprobs, save_model
 from tests.server.model.slabs import pack
 
-ROW = "qwen3.5"
+# Rows of parity's table: a Gated DeltaNet, one whose products lie by key head beside experts, a
+# Mamba-2 without rotation, and short convolutions.
+ROWS = ("qwen3.5", "qwen3-next", "nemotron-h", "lfm2")
 ADAPTERS = ("rank3_rslora", "rank16")
 # Each prompt has one of a few beginnings, so that it goes on from snapshots.
 PROMPTS, BEGINNINGS = 24, 3
@@ -33,14 +35,15 @@ OPTIONS = (
 
 
 class StateBase(Certifier):
-    """The base and its adapters lie in a folder. Orders are of prompts whose tokens are known."""
+    """The base and its adapters lie in a folder. Orders are of prompts whose tokens are known. row:
+    of parity's table."""
 
-    def __init__(self, folder: Path) -> None:
-        base, demo = make_model(ROW, vocab_size=2048, max_position_embeddings=512), model_path()
+    def __init__(self, folder: Path, row: str = ROWS[0]) -> None:
+        base, demo = make_model(row, vocab_size=2048, max_position_embeddings=512), model_path()
         model = save_model(base, folder / "model")
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(demo / name, model / name)
-        zoo = zoo_of(VARIANTS[ROW])
+        zoo = zoo_of(VARIANTS[row])
         self._oracle = with_zoo(base, {name: zoo[name] for name in ADAPTERS})
         self._oracle.save_pretrained(folder / "adapters", selected_adapters=list(ADAPTERS))
         self._ends = {base.config.eos_token_id}

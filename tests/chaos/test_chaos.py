@@ -8,7 +8,7 @@ import pytest
 
 from tests.chaos.campaign import Plan, run
 from tests.chaos.processes import Shape
-from tests.chaos.state_base import StateBase
+from tests.chaos.state_base import ROWS, StateBase
 
 # Each process is killed once, and the first of each further way to be away is there.
 FEW = ("worker killed", "engine killed", "router killed", "engine frozen", "parted one way")
@@ -39,9 +39,10 @@ async def test_clients_see_pauses_and_nothing_else(
 
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore:.*pattern keys")
-async def test_a_base_with_states_gives_no_wrong_token(tmp_path: Path) -> None:
+@pytest.mark.parametrize("row", ROWS)
+async def test_a_base_with_states_gives_no_wrong_token(row: str, tmp_path: Path) -> None:
     """Sequences go on from snapshots, with drafts, and are computed again where one was lost."""
-    base = await asyncio.to_thread(StateBase, tmp_path)
+    base = await asyncio.to_thread(StateBase, tmp_path, row)
     counts = {"worker killed": 3, "engine killed": 3, "router killed": 1, "engine frozen": 1}
     shape = Shape(workers=2, served=base.served)
     plan = Plan(counts, seed=2, shape=shape, clients=8, min_tokens=8, max_tokens=70)

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.chaos.load import DIGEST_HEADER
-from tests.chaos.state_base import ADAPTERS, StateBase
+from tests.chaos.state_base import ADAPTERS, ROWS, StateBase
 from tests.e2e.serving import Serving, start_serving
 from tests.e2e.under_load import TIMEOUT_S
 from tests.engines import engines_below
@@ -22,9 +22,9 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> StateBase:
-    return StateBase(tmp_path_factory.mktemp("base"))
+@pytest.fixture(scope="module", params=ROWS)
+def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> StateBase:
+    return StateBase(tmp_path_factory.mktemp("base"), request.param)
 
 
 @pytest.fixture(scope="module")

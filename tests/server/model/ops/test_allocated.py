@@ -1,21 +1,22 @@
-"""The memory table of bases with states is what their tensors take, at widths of real models."""
+"""The memory table of bases with states is what a start allocates, at widths of real models."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from msgspec.structs import replace
 
+from loraplex.adapters.sharding import Shard
 from loraplex.launcher.bench.engine.random_weights import random_weights
 from loraplex.launcher.known_models import served_families
 from loraplex.server.config import AtLoad
-from loraplex.server.model.devices.sharding import sharded
+from loraplex.server.model.devices.group import Alone
 from loraplex.server.model.families.registry import read_model
-from loraplex.server.model.ops.memory import executor_limits, memory_table, weights_bytes
-from loraplex.server.model.ops.row_states import RowStates
-from loraplex.server.model.spec.served_as import served_as
+from loraplex.server.model.graphs.start_phases import StartPhases
+from loraplex.server.model.ops.memory import WORKSPACE, memory_table, state_bytes, weights_bytes
+from loraplex.server.model.start import build_parts
 from tests.grids import sparse
 from tests.server.model.driver import engine_config
 
@@ -57,21 +58,34 @@ def test_every_family_with_states_is_tried() -> None:
 
 
 @pytest.mark.parametrize(("name", "devices", "at_load"), sparse(STATES, [1, 2], [None, "fp8"]))
-def test_the_table_is_what_is_allocated(name: str, devices: int, at_load: AtLoad | None) -> None:
-    """The text part's first layers are of every kind."""
-    whole = served_as(read_model(served_families()[name].config), at_load, picture_memory=0)
-    model = sharded(replace(whole, layers=whole.layers[: whole.kinds_within]), devices)
-    engine = engine_config(
-        Path(), dtype="bfloat16", kv_memory=GIB, max_running=19, max_draft=3, snapshot_memory=GIB
-    )
-    limits, dtype = executor_limits(model, engine), torch.bfloat16
-    states = RowStates(model, limits.max_rows, dtype, META, limits.num_snapshots, engine.max_draft)
-    weights = random_weights(model, dtype, META)
+def test_the_table_is_what_a_start_allocates(
+    name: str,
+    devices: int,
+    at_load: AtLoad | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A whole start of the text part, all layers. What has no line of its own is of the
+    workspace."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda of: of)  # wants a GPU
+    (tmp_path / "config.json").write_text(json.dumps(served_families()[name].config))
+    memory = {"kv_memory": GIB, "adapter_memory": GIB, "snapshot_memory": GIB, "picture_memory": 0}
+    shape = {"max_running": 19, "max_draft": 3, "page_size": 16, "extent_bytes": 1 << 20}
+    engine = engine_config(tmp_path, dtype="bfloat16", quantize=at_load, **memory, **shape)
+    group = Alone()
+    group.shard = Shard(0, devices)
+    parts = build_parts(engine, group, random_weights, META, StartPhases())
+    model, states = parts.model, allocated(parts.states)
     table = {
         line.name: line.nbytes
         for line in memory_table(model, engine, weights_bytes(model, "bfloat16", packed=True))
     }
-    assert table["weights"] == pytest.approx(allocated(weights), rel=0.01)
-    said = sum(table[line] for line in ("states", "snapshots", "inputs of drafts"))
-    assert said == allocated(states)
-    assert limits.num_snapshots > 0
+    found = {"weights": parts.weights, "KV cache": parts.cache.pool, "adapters": parts.table}
+    for line, part in found.items():
+        assert allocated(part) == pytest.approx(table[line], rel=0.01), line
+    assert sum(table[line] for line in ("states", "snapshots", "inputs of drafts")) == states
+    assert parts.limits.num_snapshots > 0
+    assert allocated((parts.rows, parts.parameters)) < table[WORKSPACE]
+    # As `loraplex info` says it of a sequence.
+    of_row = state_bytes(model, "bfloat16")
+    assert of_row * (engine.max_running + 1) == table["states"]

@@ -32,7 +32,13 @@ from loraplex.launcher.convert.formats import (
     refuse_ready,
 )
 from loraplex.launcher.convert.methods import MethodOptions, convert_method, is_other_method
-from loraplex.launcher.convert.mlx import MlxOptions, check_kind, is_mlx_config, plan_mlx
+from loraplex.launcher.convert.mlx import (
+    MlxOptions,
+    check_kind,
+    is_mlx_config,
+    plan_mlx,
+    refuse_factors,
+)
 from loraplex.launcher.convert.pickles import PickleLimits, read_pickle
 from loraplex.launcher.convert.plan import Conversion, ConversionPlan, Move, WrittenAdapter, refusal
 
@@ -74,7 +80,7 @@ def convert_folder(
             _refuse_mlx_options(options.mlx)
             written = convert_method(config, file, options.method, result)
         else:
-            written = _rewritten(config, text, file, result, weights, options)
+            written = _rewritten(config, text, file, result, weights, base, options)
         copied = _copy_tokenizer(source, result, listing)
         judged = judge_folder(result, base, _limits(limits, options.method))
         publish(result, out)
@@ -145,11 +151,12 @@ def _rewritten(
     file: Path,
     result: Path,
     weights: str,
+    base: BaseSpec | None,
     options: ConversionOptions,
 ) -> WrittenAdapter:
     """LoRA of mlx-lm or PEFT, with the same values. text: of `config`. weights: the file's name."""
     with open_weights(file) as opened:
-        plan = _plan(config, text, weights, opened.tensors(), options)
+        plan = _plan(config, text, weights, opened.tensors(), base, options)
         _write_result(plan, opened, result)
     return WrittenAdapter(plan.form, len(plan.moves), plan.notes)
 
@@ -159,6 +166,7 @@ def _plan(
     text: bytes,
     weights: str,
     tensors: Sequence[TensorInfo],
+    base: BaseSpec | None,
     options: ConversionOptions,
 ) -> ConversionPlan:
     form = form_of([tensor.name for tensor in tensors])
@@ -168,6 +176,7 @@ def _plan(
     if options.method.is_asked_for:
         raise refusal("--rank, --max-error and --initial are for other methods of PEFT than LoRA")
     if form == "mlx-lm":
+        refuse_factors(config, tensors, base)
         return plan_mlx(config, tensors, options.mlx)
     _refuse_mlx_options(options.mlx)
     return ConversionPlan(form, text, tuple(Move(tensor.name, tensor) for tensor in tensors))

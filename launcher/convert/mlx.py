@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 
 import msgspec
 
+from loraplex.adapters.base import BaseSpec
 from loraplex.adapters.peft.tensor_names import NAMINGS, meant_by_any
 from loraplex.adapters.safetensors.header import TensorInfo
 from loraplex.adapters.violations import shown
@@ -20,6 +21,7 @@ from loraplex.launcher.convert.plan import ConversionPlan, Move, refusal
 _SIDE = re.compile(r"(?P<path>.+)\.lora_(?P<side>[ab])")
 _EMBEDDING = "embed_tokens"
 _HEAD = "lm_head"
+_WITH_FACTORS = "falcon-h1"
 _MAX_NUMBER = 1e30
 _READ_BY_MLX = frozenset({"rank", "scale", "dropout", "keys"})
 
@@ -72,6 +74,28 @@ def check_kind(config: Mapping[str, Any]) -> None:
         )
     if kind != "lora":
         raise refusal(f"fine_tune_type is {shown(kind)}; only lora is converted")
+
+
+def refuse_factors(
+    config: Mapping[str, Any], tensors: Sequence[TensorInfo], base: BaseSpec | None
+) -> None:
+    """Checks that mlx-lm's base is the one that is served. Raises AdapterError for Falcon-H1: there
+    mlx-lm multiplies factors of products into matrices, which LoRA beside them has not, and leaves
+    others out. base: None = not known.
+    """
+    layers = () if base is None else base.layers
+    has_both = any({"in", "qkv"} <= layer.sites.keys() for layer in layers)
+    if has_both or _WITH_FACTORS in str(config.get("model")).casefold():
+        raise refusal(
+            "mlx-lm multiplies factors of Falcon-H1 (ssm_multipliers, ...) into its matrices: LoRA"
+            " trained beside these is not LoRA of the base; train it with PEFT"
+        )
+    named = next((tensor.name for tensor in tensors if ".mamba." in tensor.name), None)
+    if base is None and named is not None:
+        raise refusal(
+            f"{named}: mlx-lm changes factors of Falcon-H1, but not of other bases with Mamba-2;"
+            " --base MODEL shows which it is"
+        )
 
 
 def plan_mlx(

@@ -21,7 +21,7 @@ from loraplex.adapters.peft.validate import AdapterLimits
 from loraplex.adapters.safetensors.header import TensorInfo
 from loraplex.adapters.violations import Findings
 from loraplex.launcher.convert.convert import ConversionOptions, convert_folder
-from loraplex.launcher.convert.mlx import MlxOptions, plan_mlx
+from loraplex.launcher.convert.mlx import MlxOptions, plan_mlx, refuse_factors
 from loraplex.launcher.convert.plan import ConversionPlan
 from tests.adapters.refusals import refusal
 from tests.launcher.convert.folders import (
@@ -177,6 +177,13 @@ def test_refused_configs(change: dict[str, Any], words: str) -> None:
 def test_refused_tensors(tensors: Shapes, words: str) -> None:
     with pytest.raises(AdapterError, match=words):
         planned(tensors)
+
+
+def test_the_name_of_a_base_whose_factors_mlx_changes() -> None:
+    config = mlx_config(model="mlx-community/Falcon-H1-1.5B-4bit")
+    with pytest.raises(AdapterError, match="Falcon-H1"):
+        refuse_factors(config, infos(Q), None)
+    refuse_factors(mlx_config(), infos(Q), None)
 
 
 def test_scale_of_2024() -> None:

@@ -29,9 +29,7 @@ exhaustive = pytest.mark.exhaustive
 OF_MLX = {
     "qwen3.5": ("language_model.model.", "model.layers.0.linear_attn.in_proj_qkv"),
     "qwen3-next": ("model.", "model.layers.0.linear_attn.in_proj_qkvz"),
-    "olmo-hybrid": ("model.", "model.layers.0.linear_attn.g_proj"),
     "lfm2": ("model.", "model.layers.0.conv.in_proj"),
-    "bamba": ("model.", "model.layers.0.mamba.in_proj"),
     "granite-h": ("model.", "model.layers.0.mamba.in_proj"),
     "falcon-h1": ("model.", "model.layers.0.mamba.in_proj"),
     "nemotron-h": ("backbone.", "model.layers.0.mixer.in_proj"),
@@ -74,16 +72,9 @@ class Saved(NamedTuple):
         return pack_folder(self.folder, self.base)[1]
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        name if name in ("qwen3.5", "nemotron-h") else pytest.param(name, marks=exhaustive)
-        for name in OF_MLX
-    ],
-)
-def test_as_mlx_writes_them(row: str, tmp_path: Path) -> None:
-    saved, (body, module) = Saved.of(row, tmp_path), OF_MLX[row]
-    expected, source = saved.packed(), tmp_path / "mlx"
+def as_mlx(row: str, saved: Saved, source: Path) -> None:
+    """Writes an adapter as mlx-lm does."""
+    body, module = OF_MLX[row]
     sides = {".lora_A.weight": ".lora_a", ".lora_B.weight": ".lora_b"}
     tensors: Tensors = {}
     for name, tensor in saved.tensors.items():
@@ -95,10 +86,42 @@ def test_as_mlx_writes_them(row: str, tmp_path: Path) -> None:
     save_file(tensors, source / "adapters.safetensors")
     config = mlx_config(lora_parameters={"rank": 2, "scale": 3.0, "dropout": 0.0})
     (source / CONFIG).write_text(json.dumps(config))
-    out = tmp_path / "converted"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        name if name in ("qwen3.5", "nemotron-h") else pytest.param(name, marks=exhaustive)
+        for name in OF_MLX
+        if name != "falcon-h1"
+    ],
+)
+def test_as_mlx_writes_them(row: str, tmp_path: Path) -> None:
+    saved, source, out = Saved.of(row, tmp_path), tmp_path / "mlx", tmp_path / "converted"
+    expected = saved.packed()
+    as_mlx(row, saved, source)
     limits = AdapterLimits(allow_other_base=True)
     convert_folder(source, out, saved.base, limits, ConversionOptions())
     assert saved._replace(folder=out).packed() == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "knows_base", "words"),
+    [
+        ("falcon-h1", True, "ssm_multipliers"),
+        pytest.param("falcon-h1", False, "--base MODEL", marks=exhaustive),
+        pytest.param("granite-h", False, "mamba.in_proj.*--base MODEL", marks=exhaustive),
+    ],
+)
+def test_factors_within_matrices_of_mlx_are_refused(
+    row: str, knows_base: bool, words: str, tmp_path: Path
+) -> None:
+    """mlx-lm's Falcon-H1 computes something else with the same adapter."""
+    saved, source = Saved.of(row, tmp_path), tmp_path / "mlx"
+    as_mlx(row, saved, source)
+    limits, base = AdapterLimits(allow_other_base=True), saved.base if knows_base else None
+    with pytest.raises(AdapterError, match=words):
+        convert_folder(source, tmp_path / "converted", base, limits, ConversionOptions())
 
 
 @pytest.mark.parametrize("row", ["qwen3.5", pytest.param("qwen3-next", marks=exhaustive)])

@@ -19,6 +19,7 @@ from loraplex.server.model.quantisation.forms import (
 )
 from loraplex.server.model.spec.linear_spec import Matrix
 from loraplex.server.model.spec.model_spec import ModelSpec
+from loraplex.server.model.spec.picture_spec import PatchSpec
 
 StoredForms = Mapping[str, WeightForm]
 
@@ -39,11 +40,22 @@ def stored_forms(model: ModelSpec, stored: Mapping[str, StoredTensor]) -> Stored
     if model.quantisation is None:
         return {}
     forms = {}
+    modules = {name.rpartition(".")[0]: each.name for name, each in stored.items()}
     for matrix in model.matrices():
-        form = model.quantisation.form(matrix.path)
+        form = model.quantisation.form(*_names(matrix.path, model, modules.get(matrix.path)))
         if form is not None and _has_form(matrix.path, form, stored):
             forms[matrix.path] = _as_named(matrix.path, form, stored)
     return forms
+
+
+def _names(path: str, model: ModelSpec, stored: str | None) -> tuple[str, ...]:
+    """Names of a module in a table of quantised weights. Modules of an encoder of pictures have
+    those of the file there. stored: one of the module's tensors in the file; None = it has none.
+    """
+    if stored is None or not isinstance(model.embedding, PatchSpec):
+        return (path,)
+    module = stored.rpartition(".")[0].removeprefix("model.")
+    return module, f"model.{module}"
 
 
 def _has_form(path: str, form: WeightForm, stored: Mapping[str, StoredTensor]) -> bool:

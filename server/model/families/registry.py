@@ -48,7 +48,7 @@ from loraplex.server.model.families.readers import (
     smollm,
     ungated,
 )
-from loraplex.server.model.families.readers.composite import COMPOSITES, Text, text_of
+from loraplex.server.model.families.readers.composite import COMPOSITES, TEXT_BODIES, Text, text_of
 from loraplex.server.model.families.refusals import other_family, other_forms
 from loraplex.server.model.families.towers.read_pictures import with_pictures
 from loraplex.server.model.quantisation.quantisation import Quantisation
@@ -201,6 +201,8 @@ def read_model(
     for reason in other_forms(whole, architecture, served, for_vectors=for_vectors):
         fields.refuse(reason)
     quantisation = _quantisation(fields, whole, family.quantised)
+    if composite is not None and quantisation is not None:
+        quantisation = replace(quantisation, bodies=TEXT_BODIES)
     model = family.read(fields, generation or {})
     if composite is not None:
         _refuse_beside(config, fields)

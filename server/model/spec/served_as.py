@@ -52,7 +52,11 @@ def served_as(
 
 
 def with_inputs_as_they_are(model: ModelSpec, numbers: Collection[str]) -> ModelSpec:
-    """Return the model whose inputs are not rounded to these numbers: `fp8`, `int8`."""
+    """Return the model whose inputs are not rounded to these numbers: `fp8`, `int8`. Nor are those
+    of its encoder of pictures."""
+    if model.pictures is not None:
+        tower = with_inputs_as_they_are(model.pictures.tower, numbers)
+        model = replace(model, pictures=replace(model.pictures, tower=tower))
     if model.quantisation is None:
         return model
     rules = tuple(

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 from loraplex.adapters.violations import shown
 
 TEXT = "text_config"
+# What savers call the text part's `model`, in names of modules.
+TEXT_BODIES = "model.language_model", "language_model.model", "language_model", "model.text_model"
 _TIED = "tie_word_embeddings"
 _ROPES = ("rope_scaling", "rope_parameters")
 # transformers saves of a text part only what differs from its class.

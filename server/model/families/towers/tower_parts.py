@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
 from loraplex.server.model.families import family
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.spec.linear_spec import LinearSpec, Part
@@ -44,6 +46,9 @@ def tower(
     unread: str,
 ) -> ModelSpec:
     """Make an encoder from its parts. text: the model's text part. unread: as of ModelSpec."""
+    quantisation = text.quantisation
+    if quantisation is not None:
+        quantisation = replace(quantisation, bodies=())
     return ModelSpec(
         family=text.family,
         embedding=embedding,
@@ -53,7 +58,7 @@ def tower(
         max_context=1,
         eos_token_ids=(),
         dtype=text.dtype,
-        quantisation=text.quantisation,
+        quantisation=quantisation,
         writes=False,
         is_causal=False,
         unread=unread,

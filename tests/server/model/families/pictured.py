@@ -629,12 +629,16 @@ class Pictured:
         shards: int = 1,
         kind: str = "qwen2_5_vl",
         lora: Mapping[str, Any] | None = None,
+        base: PreTrainedModel | None = None,
     ) -> None:
-        """lora: configs of adapters by name; None = LORA."""
-        base = make_pictured(kind)
+        """lora: configs of adapters by name; None = LORA. base: whose folder it is; None = one that
+        is made and saved there."""
+        if base is None:
+            base = make_pictured(kind)
+            save_model(base, folder)
         self.has_states = kind in STATEFUL
         self._before = BEFORE.get(kind, "")
-        self.driver: Driver = make_driver(save_model(base, folder))
+        self.driver: Driver = make_driver(folder)
         model: PreTrainedModel | PeftModel = base
         for seed, (name, config) in enumerate((lora or LORA).items(), 1):
             model = add_adapter(model, name, LoraConfig(**config), seed)

@@ -37,6 +37,8 @@ def quantise_stored(
             continue
         found, weight = FORMATS[form].pack(tensor)
         path = name.removesuffix(".weight")
+        if f"{path}.bias" in plain:
+            found.pop("bias", None)
         packed |= {f"{path}.{suffix}": t.contiguous().clone() for suffix, t in found.items()}
         values[name] = weight
     assert len(packed) > len(plain)

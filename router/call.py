@@ -218,11 +218,22 @@ class VectorCall(msgspec.Struct, frozen=True):
     is_raw: bool = False
 
 
+class GivenPicture(msgspec.Struct, frozen=True):
+    """A picture of a request. url: its data, or where it is. where: its place in the body.
+    file_id: of an uploaded file, in place of the URL.
+    """
+
+    url: str
+    where: str
+    file_id: str | None = None
+
+
 class GenerationCall(msgspec.Struct, frozen=True):
     """One API request, validated as far as is possible without the model.
 
     prompts: texts or token ids; exactly one for chat (then `messages` is set and prompts is empty).
-    further: conversations behind `messages`, each a prompt of its own.
+    further: conversations behind `messages`, each a prompt of its own. pictures: of each of the
+    prompts, whose places it has; empty where none has any.
     adapter: None = the base. sampling.max_tokens is not yet resolved: see max_tokens.
     max_tokens: None = all that fits. n: choices to return a prompt; best_of >= n: to generate.
     stop: stop strings. stop_regex: patterns that end the answer like them. include_stop: keep both
@@ -267,6 +278,7 @@ class GenerationCall(msgspec.Struct, frozen=True):
     user: str | None = None
     rids: tuple[str, ...] = ()
     further: tuple[list[dict[str, Any]], ...] = ()
+    pictures: tuple[tuple[GivenPicture, ...], ...] = ()
     template: TemplateOptions = TemplateOptions()
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True

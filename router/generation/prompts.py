@@ -23,7 +23,7 @@ from loraplex.router.api.request.pictures import (
     placed,
     spaced,
 )
-from loraplex.router.call import Api, GenerationCall, RequestError
+from loraplex.router.call import Api, GenerationCall, GivenPicture, RequestError
 from loraplex.router.pictures.reader import Picture, PictureReader
 from loraplex.router.text.detokenizer import Detokenizer
 from loraplex.router.text.model import TextModel
@@ -79,6 +79,11 @@ async def build_prompts(
         ]
     if call.api == "lorax" and model.card.vision is not None:
         return [await _marked_prompt(call, model, model.card.vision, makers.reader)]
+    if call.pictures and model.card.vision is not None:
+        return [
+            await _placed_prompt(call, prompt, given, model, model.card.vision, makers.reader)
+            for prompt, given in zip(call.prompts, call.pictures, strict=True)
+        ]
     size = sum(len(prompt) for prompt in call.prompts)
     return await model.turns.run(
         size, lambda: [_build(call, model, prompt) for prompt in call.prompts]
@@ -117,6 +122,25 @@ async def _marked_prompt(
     return await _encode_with(call, model, text, pictures)
 
 
+async def _placed_prompt(
+    call: GenerationCall,
+    prompt: str | list[int],
+    given: Sequence[GivenPicture],
+    model: TextModel,
+    vision: VisionCard,
+    reader: PictureReader,
+) -> Prompt:
+    """Builds a prompt that has the places of its pictures. Raises RequestError."""
+    pictures = await reader.read(given, model, vision)
+    if isinstance(prompt, str):
+        return await _encode_with(call, model, prompt, pictures)
+    built = await model.turns.run(len(prompt), lambda: _build(call, model, prompt))
+    if pictures and vision.around:
+        message = "texts come around this model's images: send the prompt as a text"
+        raise RequestError("unsupported", message, param="input_ids")
+    return await _with_pictures(call, model, built, pictures)
+
+
 async def _encode_with(
     call: GenerationCall, model: TextModel, text: str, pictures: list[Picture]
 ) -> Prompt:
@@ -127,6 +151,14 @@ async def _encode_with(
     if vision is not None and pictures:
         text = spaced(text, vision, model.token(vision.spot) or "")
     prompt = await model.turns.run(len(text), lambda: _encode(call, model, text, _PARAM[call.api]))
+    return await _with_pictures(call, model, prompt, pictures)
+
+
+async def _with_pictures(
+    call: GenerationCall, model: TextModel, prompt: Prompt, pictures: list[Picture]
+) -> Prompt:
+    """Gives each picture its tokens at its place. Raises RequestError (invalid, unsupported)."""
+    vision = model.card.vision
     if vision is None or not pictures:
         return prompt
     # A small file may say that it is large, and is many tokens then.

@@ -6,8 +6,8 @@ from typing import TypeVar
 
 import msgspec
 
-from loraplex.router.api.request.pictures import GivenPicture, data_of, is_address
-from loraplex.router.call import RequestError
+from loraplex.router.api.request.pictures import data_of, is_address
+from loraplex.router.call import GivenPicture, RequestError
 from loraplex.router.pictures.fetcher import PictureFetcher
 from loraplex.router.pictures.uploaded import UploadedPictures
 from loraplex.router.text.model import TextModel

@@ -19,7 +19,6 @@ from loraplex.server.model.checkpoint.processor_files import TowerForm, read_vis
 from loraplex.server.model.checkpoint.sentence_files import read_sentence_files
 from loraplex.server.model.checkpoint.tower_part import has_tower
 from loraplex.server.model.spec.model_spec import ModelSpec
-from loraplex.server.model.spec.picture_spec import PictureSpec
 from loraplex.server.model.spec.vector_forms import (
     NO_WISHES,
     SentenceFiles,
@@ -62,9 +61,7 @@ def model_card(
     sentence = _sentence_files(folder)
     vectors = vector_form(config, context, sentence, wishes)
     remarks = [f"{GENERATION_FILE}: {remark}" for remark in advice.remarks]
-    vision = (
-        None if config.pictures is None else _vision(folder, config.pictures, tokenizer, remarks)
-    )
+    vision = _vision(folder, config, tokenizer, remarks)
     return ModelCard(
         base_digest=base_digest(folder),
         names=names,
@@ -90,20 +87,21 @@ def model_card(
         score_pooling=config.scores[0].pooling,
         token_types=config.embedding.num_types,
         pairs=pair_form(config, names, sentence, wishes.pairs, tokenizer.token_to_id),
-        vision=vision,
+        vision=None if isinstance(vision, str) else vision,
+        blind=vision if isinstance(vision, str) else "",
     )
 
 
 def _vision(
-    folder: Path,
-    pictures: PictureSpec,
-    tokenizer: Tokenizer,
-    remarks: list[str],
-) -> VisionCard | None:
-    """The way of pictures to the model; None where its files do not say it, with a remark, and
-    where the checkpoint has the text part alone."""
+    folder: Path, config: ModelSpec, tokenizer: Tokenizer, remarks: list[str]
+) -> VisionCard | str:
+    """The way of pictures to the model. Where there is none: why not, with a remark where its files
+    do not say it; "" of a model for texts."""
+    pictures = config.pictures
+    if pictures is None:
+        return f"of {config.family} the text part is served" if config.is_text_part else ""
     if not has_tower(read_shards(folder)):
-        return None
+        return "the checkpoint has the text part alone"
     tower = TowerForm(pictures.columns, pictures.token_id, pictures.form, pictures.pixels)
 
     def encode(text: str) -> list[int]:
@@ -114,7 +112,7 @@ def _vision(
         return read_vision_card(folder, tower, tokenizer.token_to_id, encode)
     except ValueError as error:
         remarks.append(f"{PROCESSOR_FILES[1]}: {error}; images are refused")
-        return None
+        return f"{PROCESSOR_FILES[1]}: {error}"
 
 
 def _sentence_files(folder: Path) -> SentenceFiles | None:

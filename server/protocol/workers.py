@@ -179,7 +179,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     writes: whether it gives text. vectors, classes, pairs: how it gives those; None = it does not.
     pad_token_id: see `ClassForm`. score_pooling: what score heads read of a text. token_types: 2 =
     the model marks which tokens are of a pair's second text. vision: the way of pictures to its
-    tokens; None = it reads none.
+    tokens; None = it reads none, blind: why not, where the whole model would.
     """
 
     base_digest: str
@@ -210,6 +210,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     score_pooling: Pooling = "last"
     token_types: int = 1
     vision: VisionCard | None = None
+    blind: str = ""
 
     def with_head(self, own: OwnClasses) -> "ModelCard":
         """The card of the model under an adapter with a score head of its own: a classifier."""

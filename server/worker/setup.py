@@ -67,6 +67,7 @@ log = logging.getLogger(__name__)
 
 _MERGE_TIMEOUT_S = 600.0  # ties and dare take long
 _LEAST_WAITING = 16
+_NO_PICTURES = "the worker has --picture-memory 0"
 LOAD_THREADS = 16
 READ_THREADS = 4
 
@@ -170,7 +171,7 @@ def _prepare(config: WorkerConfig, device: ChosenDevice, model: ModelFolder) -> 
     listed = tuple(dict.fromkeys([*config.model_names, root]))
     card = msgspec.structs.replace(card, listed=listed, root=root)
     if not config.picture_memory:
-        card = msgspec.structs.replace(card, vision=None)
+        card = msgspec.structs.replace(card, vision=None, blind=card.blind or _NO_PICTURES)
     for remark in card.remarks:
         log.warning("%s", remark)
     if quantised is not None:

@@ -125,7 +125,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
     **_row("adapter_parameters", "use `merged_adapters`"),
     # Other inputs and outputs
     **_row("modalities", _TEXTS, ["text"]),
-    **_row("image_data", "messages hold images"),
+    **_row("image_data multi_modal_data multi_modal_uuids", "messages hold images"),
     **_row("images_config mm_processor_kwargs media_io_kwargs", _IMAGES),
     **_row("min_dynamic_patch max_dynamic_patch", _IMAGES),
     **_row("audio web_search_options prompt_embeds use_audio_in_video", _INPUTS),

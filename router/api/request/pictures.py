@@ -6,11 +6,12 @@ import base64
 import binascii
 import re
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import msgspec
 
-from loraplex.router.call import Api, GenerationCall, RequestError
+from loraplex.router.call import Api, GenerationCall, GivenPicture, RequestError
 from loraplex.server.protocol import ModelCard, VisionCard
 
 MAX_PICTURES = 128
@@ -20,16 +21,6 @@ _DATA_SCHEME = "data:"
 _DATA = re.compile(r"data:image/[\w.+-]+;base64,")
 
 Messages = list[dict[str, Any]]
-
-
-class GivenPicture(msgspec.Struct, frozen=True):
-    """A picture of a request. url: its data, or where it is. where: its place in the body.
-    file_id: of an uploaded file, in place of the URL.
-    """
-
-    url: str
-    where: str
-    file_id: str | None = None
 
 
 def in_messages(messages: Messages) -> list[GivenPicture]:
@@ -54,7 +45,7 @@ def bare(messages: Messages) -> Messages:
 def without_pictures(call: GenerationCall) -> GenerationCall:
     """The call without the data of its pictures."""
     if call.messages is None:
-        return call
+        return msgspec.structs.replace(call, pictures=()) if call.pictures else call
     further = tuple(bare(messages) for messages in call.further)
     return msgspec.structs.replace(call, messages=bare(call.messages), further=further)
 
@@ -76,7 +67,7 @@ def in_text(text: str, where: str, place: str) -> tuple[list[GivenPicture], str]
 
 def as_in_body(given: list[GivenPicture], api: Api) -> list[GivenPicture]:
     """Names pictures as the caller can find them: bodies of other APIs are no chats."""
-    if api == "chat":
+    if api in ("chat", "sglang"):
         return given
     field = "input" if api == "responses" else "messages"
     return [
@@ -91,7 +82,8 @@ def check_given(call: GenerationCall, card: ModelCard) -> None:
         return
     where = given[0].where
     if card.vision is None:
-        problem = f"the model {card.names[0]} reads no images"
+        because = f": {card.blind}" if card.blind else ""
+        problem = f"the model {card.names[0]} reads no images{because}"
     elif call.vector is not None:
         problem = "vectors are of texts alone, not of images"
     else:
@@ -101,8 +93,10 @@ def check_given(call: GenerationCall, card: ModelCard) -> None:
 
 
 def _in_call(call: GenerationCall) -> list[GivenPicture]:
-    """Finds the pictures of all conversations of a call, in order."""
-    conversations = () if call.messages is None else (call.messages, *call.further)
+    """Finds the pictures of all prompts of a call, in order."""
+    if call.messages is None:
+        return [*chain.from_iterable(call.pictures)]
+    conversations = (call.messages, *call.further)
     return [picture for messages in conversations for picture in in_messages(messages)]
 
 
@@ -119,8 +113,13 @@ def is_address(one: GivenPicture) -> bool:
 
 
 def lie_elsewhere(call: GenerationCall) -> bool:
-    """Whether pictures of a chat must be fetched, or read from files."""
+    """Whether pictures of a call must be fetched, or read from files."""
     return any(one.file_id is not None or is_address(one) for one in _in_call(call))
+
+
+def as_url(data: str) -> str:
+    """The URL of a picture that may be given as base64 alone."""
+    return data if ":" in data else f"{_DATA_SCHEME}image/unknown;base64,{data}"
 
 
 def data_of(url: str) -> bytes | None:

@@ -34,6 +34,7 @@ from loraplex.router.api.request.known_elsewhere import (
     typed_by_aliases,
     unsupported,
 )
+from loraplex.router.api.request.pictures import as_url
 from loraplex.router.api.request.shapes import StructuredOutputs
 from loraplex.router.api.routed_experts import as_int32
 from loraplex.router.api.wire import completed, encode, finite, sse, sse_error
@@ -41,6 +42,7 @@ from loraplex.router.call import (
     AnswerHead,
     ChoiceResult,
     FinishReason,
+    GivenPicture,
     PromptInfo,
     RequestError,
     TextEvent,
@@ -284,6 +286,7 @@ def _finish(known: _SoFar) -> StopFinish | LengthFinish | AbortFinish | None:
 
 DEFAULT_MAX_TOKENS = 128
 _TEXTS = ("text", "input_ids")
+_IMAGES = "image_data"
 T = TypeVar("T")
 # -1 = of no token of the prompt.
 StartLen = Annotated[int, Meta(ge=-1, le=MAX_INT32)]
@@ -346,7 +349,8 @@ class SglangBody(Body, frozen=True, kw_only=True):
     Of a list of values for several prompts, all are the same: one adapter and one way to draw.
     logprob_start_len: of the prompt's tokens, the first with a logprob. token_ids_logprob: tokens
     whose logprobs are wanted at each place, or a list of them for each prompt.
-    routed_experts_start_len: the first token whose experts are reported.
+    routed_experts_start_len: the first token whose experts are reported. image_data: URLs of images
+    or their base64, one or a list; of several prompts one for all, or one or a list for each.
     """
 
     # They change nothing about the answer, whatever they say.
@@ -370,6 +374,7 @@ class SglangBody(Body, frozen=True, kw_only=True):
     logprobs_mode: LogprobsMode | None = None
     return_routed_experts: bool | None = None
     routed_experts_start_len: NonNegative | None = None
+    image_data: str | list[str | list[str] | None] | None = None
 
 
 # A completion's names of the fields.
@@ -409,13 +414,36 @@ def parse(plain: dict[str, Any], limits: ApiLimits, bearer: str | None) -> ApiRe
     except RequestError as error:
         raise error.spelled(_NAMES | {"prompt": field}) from None
     rids = (options.rid,) if options.rid else options.rids
-    call = msgspec.structs.replace(asked.call, api="sglang", rids=rids)
+    pictures = _pictures(body.image_data, count)
+    call = msgspec.structs.replace(asked.call, api="sglang", rids=rids, pictures=pictures)
     wanted = {"logprobs": options.top}
     if options.prompt_from is not None:
         wanted["prompt_logprobs"] = options.top
     scored_too = msgspec.structs.replace(call.sampling, **wanted)
     call = msgspec.structs.replace(call, sampling=scored_too)
     return ApiRequest(call, SglangFormatter, options)
+
+
+def _pictures(
+    given: str | list[str | list[str] | None] | None, count: int | None
+) -> tuple[tuple[GivenPicture, ...], ...]:
+    """Returns the pictures of each prompt; none where no prompt has any. Raises RequestError."""
+    if not given:
+        return ()
+    if count is None:
+        alone = [given] if isinstance(given, str) else given
+        return (tuple(_picture(one, f"{_IMAGES}[{i}]") for i, one in enumerate(alone)),)
+    each = [given] * count if isinstance(given, str) else given
+    require(len(each) == count, f"expected images of {count} prompts, got {len(each)}", _IMAGES)
+    lists = [one if isinstance(one, list) else [one] if one else [] for one in each]
+    return tuple(
+        tuple(_picture(one, f"{_IMAGES}[{i}]") for one in images) for i, images in enumerate(lists)
+    )
+
+
+def _picture(given: str | list[str] | None, where: str) -> GivenPicture:
+    require(isinstance(given, str), "lists are for several prompts", where)
+    return GivenPicture(as_url(str(given)), where)
 
 
 def _check_fields(plain: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from loraplex.server.protocol import (
     PictureSpan,
     encode,
 )
-from tests.router.fake_worker import FakeWorker, ids_of, running_worker
+from tests.router.fake_worker import FakeWorker, ids_of, make_card, running_worker
 from tests.router.pictures.seeing import (
     CLOSES,
     OPENS,
@@ -173,6 +173,41 @@ async def test_texts_of_lorax_mark_pictures(router: Running, worker: FakeWorker)
     assert answer.json()["details"]["prompt_tokens"] == len(request.prompt_ids)
 
 
+async def test_sglang_names_pictures_beside_the_prompt(router: Running, worker: FakeWorker) -> None:
+    small, wide = data_url(SMALL), data_url(WIDE, "jpeg")
+    alone, draws = small.partition(",")[2], {"sampling_params": {"max_new_tokens": 3}}
+    spot, text = [OPENS, PLACE, CLOSES], "a<img><pic></img>"
+    two = ids_of("a") + seen(4) + ids_of("b") + seen(8)
+    for prompt in ({"text": f"{text}b<img><pic></img>"}, {"input_ids": [97, *spot, 98, *spot]}):
+        body = {**prompt, "image_data": [alone, wide], **draws}
+        answer = await router.client.post("/generate", json=body)
+        assert answer.status_code == 200, answer.text
+        request = worker.requests[-1]
+        assert request.prompt_ids == two
+        assert request.pictures == (span(2, 4, SMALL, 4, 4), span(9, 8, WIDE, 4, 8))
+        assert answer.json()["meta_info"]["prompt_tokens"] == len(two)
+    for images, tokens in ((small, (4, 4)), ([wide, [small]], (8, 4))):
+        body = {"text": [text, f"{text}!"], "image_data": images, **draws}
+        answer = await router.client.post("/generate", json=body)
+        assert answer.status_code == 200, answer.text
+        wanted = [ids_of("a") + seen(n) for n in tokens]
+        found = sorted((each.prompt_ids for each in worker.requests[-2:]), key=len)
+        assert found == sorted([wanted[0], wanted[1] + ids_of("!")], key=len)
+    taken = len(worker.requests)
+    for fields, param, words in (
+        ({"text": "a", "image_data": small}, "text", "0 places for 1 images"),
+        ({"text": text, "image_data": "/etc/passwd"}, "image_data[0]", "no base64"),
+        ({"text": text, "image_data": "a.png"}, "image_data[0]", "no base64"),
+        ({"text": text, "image_data": "file:///a.png"}, "image_data[0]", "not fetched here"),
+        ({"text": text, "image_data": ["https://a.b/c.png"]}, "image_data[0]", "not fetched here"),
+    ):
+        answer = await router.client.post("/generate", json=fields)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, param), error
+        assert words in error["message"]
+    assert len(worker.requests) == taken
+
+
 async def test_logprobs_of_the_prompt_have_every_placeholder(
     router: Running, worker: FakeWorker
 ) -> None:
@@ -222,12 +257,17 @@ async def test_other_limits(router: Running, worker: FakeWorker) -> None:
 
 
 async def test_a_model_that_reads_none_refuses(tmp_path: Path) -> None:
-    async with running_worker(FakeWorker()) as blind, running_router(tmp_path, blind) as router:
+    card = make_card(blind="of vipllava the text part is served")
+    async with running_worker(FakeWorker(card)) as blind, running_router(tmp_path, blind) as router:
         answer = await chat(router, [chat_part(data_url(SMALL))])
         error = answer.json()["error"]
         assert (answer.status_code, error["code"]) == (400, "unsupported_parameter")
-        assert "reads no images" in error["message"]
+        assert f"reads no images: {card.blind}" in error["message"]
         assert error["param"] == "messages[0].content[0].image_url"
+        given = {"text": "a", "image_data": data_url(SMALL)}
+        answer = await router.client.post("/generate", json=given)
+        assert "reads no images" in answer.json()["error"]["message"]
+        assert answer.json()["error"]["param"] == "image_data[0]"
         inputs = "![](data:image/png;base64,AA==)"
         marked = await router.client.post("/generate", json={"inputs": inputs})
         assert marked.status_code == 200

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import pytest
 
-from loraplex.router.api.request.pictures import GivenPicture
+from loraplex.router.call import GivenPicture
 from loraplex.router.pictures.fetcher import PictureFetcher
 from loraplex.router.pictures.reader import Picture, PictureReader
 from loraplex.router.pictures.uploaded import UploadedPictures

@@ -21,6 +21,7 @@ from loraplex.server.model.card import model_card
 from loraplex.server.model.checkpoint.processor_files import TowerForm, read_vision_card
 from loraplex.server.protocol import ModelCard, PictureForm, TiledForm, VisionCard
 from tests.e2e.picture_model import IMAGE, SIZE, save_all
+from tests.server.model.hub_models import SIZES as TEXT_SIZES
 
 IDS = {"[IMG]": 10, "[IMG_BREAK]": 12, "[IMG_END]": 13}
 NAMES = ("image_token", "image_break_token", "image_end_token")
@@ -319,7 +320,12 @@ def test_a_model_card_says_how_pictures_are_read_or_why_not(tmp_path: Path) -> N
     (tmp_path / "base" / "preprocessor_config.json").unlink()
     blind = card_of(tmp_path / "base")
     assert blind.vision is None
-    assert blind.remarks == ("preprocessor_config.json: the file is missing; images are refused",)
+    assert blind.blind == "preprocessor_config.json: the file is missing"
+    assert blind.remarks == (f"{blind.blind}; images are refused",)
+    config = {"model_type": "vipllava", "architectures": ["VipLlavaForConditionalGeneration"]}
+    text = {"text_config": {**TEXT_SIZES, "vocab_size": 264, "model_type": "llama"}}
+    (tmp_path / "base" / "config.json").write_text(json.dumps({**config, **text}))
+    assert card_of(tmp_path / "base").blind == "of vipllava the text part is served"
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -329,5 +335,5 @@ def test_a_checkpoint_of_the_text_part_alone_has_no_way_for_pictures(tmp_path: P
     tensors = {name: t for name, t in load_file(path).items() if "visual" not in name}
     save_file(tensors, path)
     card = card_of(tmp_path / "base")
-    assert card.vision is None
+    assert (card.vision, card.blind) == (None, "the checkpoint has the text part alone")
     assert not card.remarks

@@ -64,6 +64,7 @@ UNSAID = (
     Rule(_TEXTS, "the model reasons", (400,), r"this model has no reasoning apart"),
     Rule(_TEXTS, "words are few tokens", (400, 422), r"bad_words: expected 1 to \d+ tokens"),
     Rule(_TEXTS, "a pattern of Python's that ends", (400, 422), r"`(.*\.)?stop_regex`: "),
+    Rule(_TEXTS, "the model has experts", (400, 422), r"^return_routed_experts: "),
     Rule(_TEXTS, "the model reads images", (400, 422), r"reads no images|image_url`: "),
     # Of forms of answers
     Rule(_TEXTS, "the form of an answer", (400, 422), _FORM),
@@ -93,7 +94,10 @@ UNSAID = (
     Rule(_TEXTS, "what is merged is an adapter", (400, 422), r"got the base model"),
     # Of the three shapes of one route
     Rule(
-        r"POST /generate", "of one shape", (400, 422), r"`(text|prompt|sampling_params|token_ids_)"
+        r"POST /generate",
+        "of one shape",
+        (400, 422),
+        r"`(text|prompt|sampling_params|token_ids_|(return_)?routed_experts)",
     ),
     # Of numbers of texts
     Rule(_READS, "the model gives it", (400, 422), r" gives no "),

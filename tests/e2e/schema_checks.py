@@ -97,7 +97,7 @@ UNSAID = (
         r"POST /generate",
         "of one shape",
         (400, 422),
-        r"`(text|prompt|sampling_params|token_ids_|(return_)?routed_experts)",
+        r"`(text|prompt|sampling_params|token_ids_|image_data|(return_)?routed_experts)",
     ),
     # Of numbers of texts
     Rule(_READS, "the model gives it", (400, 422), r" gives no "),
@@ -116,6 +116,7 @@ UNSAID = (
         _READS, "an answer begins or goes on", (400,), r"`(add_generation_prompt|continue_final_m)"
     ),
     Rule(_READS, "classes are as many as they are", (400,), r"classes are as many"),
+    Rule(_READS, "the model reads images", (400, 422), r"reads no images"),
     Rule(_READS, "the template has a place for it", (400,), r"`instruction`: the model's prompt"),
     Rule(_READS, "one query, or one for each document", (400,), r"expected one, or \d+"),
     Rule(_READS, "weights of merged adapters", (400, 422), r"weight for each|differ from 0|a den"),
@@ -133,7 +134,10 @@ UNSAID = (
     Rule(r"DELETE /adapters/\{name\}", "what options declare stays", (400,), r"is declared by"),
     Rule(r"POST /abort_request", "it says what to end", (400,), r"is needed, or `abort_all`"),
     Rule(r"(GET|POST) /flush_cache", "no cache can be flushed", (400,), r"nothing was flushed"),
+    Rule(r"POST /v1/feedback", "two names of one thing agree", (400,), r"contradicts "),
     Rule(r"POST /v1/keys", "a key ends in the future", (400,), r"lies in the past"),
+    Rule(r"GET /v1/adapters", "a name is printed", (400,), r"`(search|after)`: expected a name"),
+    Rule(r"GET /v1/organization/.*", "a page is one of the answer's", (400,), r"^`page`: expected"),
     Rule(r"GET /v1/usage", "days are in order, and few", (400,), r"expected at most|lies after"),
 )
 

@@ -37,6 +37,8 @@ def described(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[
     options = ["--cache-dir", str(tmp_path / "cache"), "--files-dir", str(tmp_path / "files")]
     options += ["--responses-keep-s", "3600", "--max-context", "64"]
     options += ["--executor", certify(eos_percent=50)]  # answers are short
+    (tmp_path / "prices.yaml").write_text("currency: USD\nprices:\n  - device_second: 0.001\n")
+    options += ["--prices", str(tmp_path / "prices.yaml")]
     auth = ""
     if request.param == "keyed":
         (tmp_path / "keys.yaml").write_text(KEYS)

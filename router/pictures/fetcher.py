@@ -60,7 +60,7 @@ class PictureFetcher:
     def _job(self, url: str) -> FetchJob:
         """Reads an address. Raises ValueError for one that is not fetched."""
         if not self._hosts:
-            raise ValueError("images are not fetched here: send a data URL")
+            raise ValueError(f"images are not fetched here ({OPTION}): send a data URL")
         if len(url) > _MAX_URL:
             raise ValueError(f"an address has at most {_MAX_URL} characters")
         parts = urlsplit(url)

@@ -97,6 +97,7 @@ class Oracle:
     """transformers and PEFT on the saved folder, in float32."""
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         kind: Any = Qwen2_5_VLForConditionalGeneration
         self.model = kind.from_pretrained(folder / "base", dtype="float32")
         first, *others = ADAPTERS
@@ -107,14 +108,19 @@ class Oracle:
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "base")
         self.processor = Qwen2VLImageProcessorPil.from_pretrained(folder / "base")
 
+    def prompt(self, messages: list[dict[str, Any]]) -> str:
+        """The text of a chat. messages: with parts of type `image`."""
+        text: str = self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        return text
+
     @torch.inference_mode()
     def answer(
         self, messages: list[dict[str, Any]], files: Sequence[bytes], adapter: str | None, most: int
     ) -> tuple[list[int], list[int]]:
         """Ids of the prompt and of the greedy answer. messages: with parts of type `image`."""
-        text = self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
-        )
+        text = self.prompt(messages)
         inputs: dict[str, Any] = {}
         if files:
             seen = [ImageOps.exif_transpose(Image.open(io.BytesIO(data))) for data in files]

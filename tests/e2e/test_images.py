@@ -3,6 +3,7 @@ They go on elsewhere when a worker dies."""
 
 import json
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +15,11 @@ import psutil
 import pytest
 from huggingface_hub import InferenceClient
 
+import loraplex
 from tests.e2e.picture_model import ADAPTERS, IMAGE, VIDEO, Oracle, save_all
 from tests.e2e.serving import ROOT, Serving, running_folder
 from tests.e2e.test_several_workers import until
+from tests.launcher.batch.batch_files import line, records, write
 from tests.router.pictures.seeing import data_url
 from tests.server.pictures.files import written
 
@@ -130,7 +133,7 @@ def test_a_photo_of_twelve_megapixels(tmp_path: Path) -> None:
 
 
 def test_other_apis_answer_the_same(served: tuple[Serving, Oracle]) -> None:
-    serving, _ = served
+    serving, oracle = served
     url = data_url(FILES["wide"])
     source = {"type": "base64", "media_type": "image/jpeg", "data": url.partition(",")[2]}
     chat = {"messages": [{"role": "user", "content": parts("wide", "so?")[0]}], "max_tokens": MOST}
@@ -153,6 +156,12 @@ def test_other_apis_answer_the_same(served: tuple[Serving, Oracle]) -> None:
     marked = {"inputs": f"![]({url}){prompt}", "parameters": {"max_new_tokens": MOST}}
     generated = post(serving, "/generate", marked)
     assert generated["generated_text"]
+    rendered = oracle.prompt([{"role": "user", "content": parts("wide", "so?")[1]}])
+    beside = {"text": rendered, "image_data": url, "lora_path": "one"}
+    drawn = {"temperature": 0, "max_new_tokens": MOST}
+    generated = post(serving, "/generate", {**beside, "sampling_params": drawn})
+    assert generated["text"] == text
+    assert generated["meta_info"]["prompt_tokens"] == first["usage"]["prompt_tokens"]
 
 
 def test_uploaded_images_and_batches_answer_the_same(served: tuple[Serving, Oracle]) -> None:
@@ -187,6 +196,42 @@ def test_uploaded_images_and_batches_answer_the_same(served: tuple[Serving, Orac
     answered = json.loads(client.files.content(output).text)["response"]["body"]
     client.close()
     assert answered["choices"][0]["message"]["content"] == text
+
+
+@pytest.mark.exhaustive
+def test_programs_and_batch_jobs_answer_the_same(
+    served: tuple[Serving, Oracle], tmp_path: Path
+) -> None:
+    serving, oracle = served
+    conversations = [[{"role": "user", "content": parts(*content)[0]}] for _, content in CHATS[:4]]
+    names = [None if model == "base" else model for model, _ in CHATS[:4]]
+    expected = []
+    for (_, content), name in zip(CHATS[:4], names, strict=True):
+        _, read, files = parts(*content)
+        expected.append(oracle.answer([{"role": "user", "content": read}], files, name, MOST))
+    asked: dict[str, Any] = {"max_tokens": MOST, **GREEDY}
+    adapters = {name: f"local:{oracle.folder / name}" for name in ADAPTERS}
+    options = {"device": "cpu", "dtype": "float32", "adapter_root": str(oracle.folder)}
+    with loraplex.serve(oracle.folder / "base", adapters=adapters, **options) as engine:
+        outputs = engine.chat(conversations, adapter=names, **asked)
+        for output, (prompt, answer) in zip(outputs, expected, strict=True):
+            assert (list(output.token_ids), output.prompt_tokens) == (answer, len(prompt))
+        chunks = [*engine.stream(conversations[0], **asked)]
+        assert sum((chunk.token_ids for chunk in chunks), ()) == outputs[0].token_ids
+    bodies = [
+        {"model": name or "", "messages": messages, "return_token_ids": True, **asked}
+        for name, messages in zip(names, conversations, strict=True)
+    ]
+    lines = [line(str(i), "/v1/chat/completions", body) for i, body in enumerate(bodies)]
+    source, out = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    command = [sys.executable, "-m", "loraplex", "batch", str(source), "--out", str(out)]
+    ended = subprocess.run(
+        [*command, "--url", serving.url], cwd=ROOT, timeout=TIMEOUT_S, check=True
+    )
+    assert ended.returncode == 0
+    answered = {int(one["custom_id"]): one["response"]["body"] for one in records(out)}
+    found = [answered[i]["choices"][0]["token_ids"] for i in range(len(bodies))]
+    assert found == [answer for _, answer in expected]
 
 
 BAD = [

@@ -208,6 +208,20 @@ async def test_sglang_names_pictures_beside_the_prompt(router: Running, worker: 
     assert len(worker.requests) == taken
 
 
+async def test_ids_lack_texts_that_come_around_pictures(tmp_path: Path) -> None:
+    card = seeing_card()
+    assert card.vision is not None
+    card = msgspec.structs.replace(card, vision=msgspec.structs.replace(card.vision, around="\n"))
+    async with (
+        running_worker(FakeWorker(card)) as worker,
+        running_router(tmp_path, worker) as router,
+    ):
+        body = {"input_ids": [OPENS, PLACE, CLOSES], "image_data": data_url(SMALL)}
+        answer = await router.client.post("/generate", json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input_ids")
+        assert "send the prompt as a text" in answer.json()["error"]["message"]
+
+
 async def test_logprobs_of_the_prompt_have_every_placeholder(
     router: Running, worker: FakeWorker
 ) -> None:

@@ -211,7 +211,11 @@ def test_programs_and_batch_jobs_answer_the_same(
         expected.append(oracle.answer([{"role": "user", "content": read}], files, name, MOST))
     asked: dict[str, Any] = {"max_tokens": MOST, **GREEDY}
     adapters = {name: f"local:{oracle.folder / name}" for name in ADAPTERS}
-    options = {"device": "cpu", "dtype": "float32", "adapter_root": str(oracle.folder)}
+    options: dict[str, Any] = {
+        "device": "cpu",
+        "dtype": "float32",
+        "adapter_root": str(oracle.folder),
+    }
     with loraplex.serve(oracle.folder / "base", adapters=adapters, **options) as engine:
         outputs = engine.chat(conversations, adapter=names, **asked)
         for output, (prompt, answer) in zip(outputs, expected, strict=True):

@@ -61,7 +61,7 @@ def stacked_shape(layer: LayerModules, stored: ExpertWeight) -> tuple[int, int, 
 def test_base_spec_is_the_module_table_of_transformers(name: str) -> None:
     model: Any = make_model(name)
     config = read_model(json.loads(model.config.to_json_string()))
-    spec = base_spec(config, "d" * 64, ("base",))
+    spec = base_spec(config, "d" * 64, ("base",)).text_part
     decoder = model.get_decoder()
     modules = dict(decoder.named_modules())
     layers = next(each for each in ("h", "blocks", "layers") if hasattr(decoder, each))

@@ -19,8 +19,8 @@ from tests.server.model.hub_models import make_model, reference_logprobs, save_m
 from tests.server.model.slabs import pack
 
 # Rows of parity's table: a Gated DeltaNet, one whose products lie by key head beside experts, a
-# Mamba-2 without rotation, and short convolutions.
-ROWS = ("qwen3.5", "qwen3-next", "nemotron-h", "lfm2")
+# Mamba-2 without rotation, short convolutions, and Mamba-2 alone.
+ROWS = ("qwen3.5", "qwen3-next", "nemotron-h", "lfm2", "mamba2")
 ADAPTERS = ("rank3_rslora", "rank16")
 # Each prompt has one of a few beginnings, so that it goes on from snapshots.
 PROMPTS, BEGINNINGS = 24, 3
@@ -39,6 +39,7 @@ class StateBase(Certifier):
     of parity's table."""
 
     def __init__(self, folder: Path, row: str = ROWS[0]) -> None:
+        self.row = row
         base, demo = make_model(row, vocab_size=2048, max_position_embeddings=512), model_path()
         model = save_model(base, folder / "model")
         for name in ("tokenizer.json", "tokenizer_config.json"):

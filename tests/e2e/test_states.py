@@ -65,7 +65,9 @@ def test_adapters_and_prefixes(base: StateBase, http: httpx.Client) -> None:
         reused[adapter] += found["usage"]["prompt_tokens_details"]["cached_tokens"]
         digests.add(answer.headers.get(DIGEST_HEADER))
     assert len(digests) == len(reused)
-    assert min(reused.values()) > 0
+    # Prefixes are of pages, which a base without layers that attend has not.
+    has_pages = base.row != "mamba2"
+    assert all((count > 0) == has_pages for count in reused.values())
 
 
 @pytest.mark.parametrize("adapter", [None, "rank16"])

@@ -44,15 +44,18 @@ def check_shards(model: ModelSpec, count: int) -> None:
     """Check that so many devices can share the model. Raises ConfigError where they cannot."""
     served = shard_counts(model)
     if count not in served:
-        attention = next(iter(model.attentions.values()))
-        states = "".join(
-            f" and {each.units} heads or channels with states"
+        attending = [
+            f"{each.num_heads} heads and {each.num_kv_heads} key-value heads"
+            for each in [*model.attentions.values()][:1]
+        ]
+        states = [
+            f"{each.units} heads or channels with states"
             for each in {each for layer in model.layers for each in layer.branches}
             if isinstance(each, StateSpec)
-        )
+        ]
         raise ConfigError(
-            f"--tp {count}: the model's {attention.num_heads} heads and {attention.num_kv_heads}"
-            f" key-value heads{states} can be shared by {', '.join(map(str, served))} devices"
+            f"--tp {count}: the model's {' and '.join((*attending, *states))} can be shared by"
+            f" {', '.join(map(str, served))} devices"
         )
 
 

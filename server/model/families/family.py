@@ -77,7 +77,7 @@ _POSITIONS: dict[int, tuple[str, ...]] = {
     ),
     196608: ("minimax_m2",),
     202752: ("glm4_moe_lite",),
-    262144: ("bamba", "gemma4_unified_text", "ministral3"),
+    262144: ("mamba2", "bamba", "gemma4_unified_text", "ministral3"),
     524288: ("seed_oss",),
     1048576: ("mistral4",),
 }

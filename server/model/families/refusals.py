@@ -39,7 +39,6 @@ _PARTS: tuple[_Part, ...] = (
         ),
     ),
     _Part("blocks of attention that several layers share", ("num_mem_blocks",)),
-    _Part("sequences without keys and values, since none of its layers attends", ("n_groups",)),
     _Part(
         "state-space layers (Mamba's)",
         (

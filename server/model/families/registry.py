@@ -32,6 +32,7 @@ from loraplex.server.model.families.readers import (
     llama,
     llama_kin,
     mamba,
+    mamba2,
     mistral,
     mixtral,
     modernbert,
@@ -66,6 +67,7 @@ FAMILIES: dict[str, Family] = {
     "bert": Family("BertModel", bert.read_bert),
     "bloom": Family("BloomForCausalLM", alibi.read_bloom),
     "bamba": Family("BambaForCausalLM", mamba.read),
+    "mamba2": Family("Mamba2ForCausalLM", mamba2.read),
     "baichuan": Family("BaichuanForCausalLM", hub_code.read_baichuan),
     "chatglm": Family(
         "ChatGLMForConditionalGeneration", hub_code.read_chatglm, others=("ChatGLMModel",)

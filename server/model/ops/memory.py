@@ -128,8 +128,8 @@ def workspace_bytes(model: ModelSpec, engine: EngineConfig) -> int:
     logits = copies * model.vocab_size
     masks = engine.max_running * -(-model.vocab_size // 32) * 4
     # What pieces of contexts give, in float32; of a sequence one piece and a half.
-    heads = max(a.num_heads for a in attentions)
-    pieces = rows * 6 * heads * max(a.head_dim for a in attentions)
+    heads = max((a.num_heads for a in attentions), default=0)
+    pieces = rows * 6 * heads * max((a.head_dim for a in attentions), default=0)
     context = engine.max_context or model.max_context
     # Of each row its tokens, of rows with penalties once more, and its pages; the rotation of each
     # position; adapters' records.
@@ -195,7 +195,10 @@ def states_bytes(model: ModelSpec, engine: EngineConfig) -> int:
 
 
 def num_snapshots(model: ModelSpec, engine: EngineConfig) -> int:
-    """Number of snapshots of states that their memory holds."""
+    """Number of snapshots of states that their memory holds: none without pages, beside which they
+    lie."""
+    if not page_groups(model).windows:
+        return 0
     return engine.snapshot_memory // each if (each := state_bytes(model, engine.dtype)) else 0
 
 
@@ -324,7 +327,7 @@ def memory_table(
         MemoryLine("weights", weights),
         MemoryLine("adapters", engine.adapter_memory),
         MemoryLine("other programs", others),
-        MemoryLine("KV cache", engine.kv_memory),
+        MemoryLine("KV cache", engine.kv_memory if page_groups(model).windows else 0),
         MemoryLine("states", states_bytes(model, engine)),
         MemoryLine("snapshots", snapshots_bytes(model, engine)),
         MemoryLine("inputs of drafts", draft_inputs_bytes(model, engine)),
@@ -355,7 +358,7 @@ def fill_device(model: ModelSpec, engine: EngineConfig, memory: DeviceMemory) ->
     if left < page_bytes(model, engine) * 2:
         share = f"{engine.gpu_memory_utilization:.2f} of {memory.total / _GIB:.1f} GiB"
         raise ConfigError(_too_little(table, f"{usable / _GIB:.1f} GiB ({share})"))
-    if not model.is_causal:
+    if not page_groups(model).windows:
         return engine
     return msgspec.structs.replace(engine, kv_memory=min(left, _most_kv(model, engine) or left))
 

@@ -50,7 +50,7 @@ class PageGroups:
 def page_groups(model: ModelSpec) -> PageGroups:
     """Group the layers of a model by form and window, as `group_layers` does; no group where no
     layer keeps keys and values."""
-    if not model.is_causal:
+    if not model.is_causal or not model.attentions:
         return PageGroups((), (), 0)
     attentions = model.attentions
     own = {layer: each for layer, each in attentions.items() if each.keys_of is None}

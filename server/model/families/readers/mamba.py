@@ -23,6 +23,12 @@ from loraplex.server.model.spec.model_spec import (
 from loraplex.server.model.spec.state_spec import Mamba2Spec
 
 LINEAR = "linear_attention"
+# Names of tensors in models with a `backbone`.
+BACKBONE = (
+    (r"^backbone\.", "model."),
+    (r"^model\.embeddings\.", "model.embed_tokens."),
+    (r"^model\.norm_f\.", "model.norm."),
+)
 # As older configurations name kinds of layers.
 _OLD = {"mamba": LINEAR, "attention": FULL}
 
@@ -110,7 +116,7 @@ def read_mamba(fields: Fields, sizes: ModelSizes, inner: int | None = None) -> M
         fields.positive("mamba_d_state", 256),
         fields.positive("mamba_d_conv", 4),
         (proj, proj, bool(config.get("mamba_conv_bias", True))),
-        _read_limits(fields),
+        read_limits(fields),
     )
     return checked(fields, found)
 
@@ -125,7 +131,7 @@ def checked(fields: Fields, found: MambaSizes) -> MambaSizes:
     return found
 
 
-def _read_limits(fields: Fields) -> tuple[float, float]:
+def read_limits(fields: Fields) -> tuple[float, float]:
     """The least and the largest time step. Infinity is a table in JSON."""
     said = fields.config.get("time_step_limit", [0.0, math.inf])
     values = [

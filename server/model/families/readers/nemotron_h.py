@@ -31,11 +31,6 @@ _OTHER_KEYS = {
     "mamba_dt_min": "time_step_min",
     "mamba_conv_bias": "use_conv_bias",
 }
-_STORED = (
-    (r"^backbone\.", "model."),
-    (r"^model\.embeddings\.", "model.embed_tokens."),
-    (r"^model\.norm_f\.", "model.norm."),
-)
 _NAMES = experts.ExpertNames(
     f"{_PATH}.gate",
     f"{_PATH}.experts.{{}}",
@@ -70,7 +65,7 @@ def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
         fields.refuse("layers_block_type: a model without layers that attend is not served")
     eos = family.read_eos(fields, generation, sizes, default=2)
     model = family.model(fields, sizes, layers, sizes.positions, eos)
-    return replace(model, stored_names=_STORED)
+    return replace(model, stored_names=mamba.BACKBONE)
 
 
 def _read_kinds(fields: Fields) -> list[str]:

@@ -70,7 +70,8 @@ class PagedAttention:
         self.is_one_kernel = prefill_backend == ONE_KERNEL
         self.device = cache.pool.device
         attentions = model.attentions.values()
-        widest = max(a.num_heads for a in attentions), max(a.head_dim for a in attentions)
+        heads = max((a.num_heads for a in attentions), default=1)
+        widest = heads, max((a.head_dim for a in attentions), default=16)
         self._scratch = DecodeScratch(most_decodes, *widest, self.device, most_rows)
         capability = torch.cuda.get_device_capability(self.device)
         self._programmatic_launch = capability >= (9, 0)

@@ -40,7 +40,7 @@ class GraphAttention:
         attentions = ops.model.attentions.values()
         self._keeps_all = any(isinstance(of, LatentSpec) for of in attentions)
         # What pads a step reads what earlier ones left.
-        widest = max(attention.q_size for attention in attentions)
+        widest = max((attention.q_size for attention in attentions), default=0)
         self.attended = torch.zeros(most_tokens * widest, dtype=ops.cache.dtype, device=device)
         length = most_tokens + ops.decode_work(most_decodes).length
         self._packed = torch.zeros(length, dtype=torch.int32, device=device)

@@ -14,6 +14,8 @@ from transformers import (
     Lfm2ForCausalLM,
     Lfm2MoeConfig,
     Lfm2MoeForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
     NemotronHConfig,
     NemotronHForCausalLM,
 )
@@ -104,6 +106,23 @@ _FALCON = Variant(
     ("q_proj", "k_proj", "in_proj", "v_proj", "o_proj", *SEVEN[4:]),
     beside=("out_proj",),
 )
+# The zoo of adapters wants three names.
+_MAMBA2 = Variant(
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    {
+        "num_heads": 6,
+        "head_dim": 32,
+        "expand": 3,
+        "n_groups": 2,
+        "state_size": 10,
+        "conv_kernel": 4,
+        "time_step_limit": (0.3, 0.9),
+    },
+    ("in_proj",) * 3,
+    beside=("out_proj",),
+    embedding="embeddings",
+)
 _NEMOTRON_SIZES: dict[str, Any] = {
     "head_dim": 24,
     "mamba_num_heads": 6,
@@ -182,6 +201,16 @@ WITH_STATES: dict[str, Variant] = {
         attention_bias=True,
         ssm_in_multiplier=1.0,
         attention_in_multiplier=1.0,
+        tie_word_embeddings=True,
+        is_adapted=False,
+    ),
+    "mamba2": _MAMBA2,
+    "mamba2-biases": of(
+        _MAMBA2,
+        use_bias=True,
+        use_conv_bias=False,
+        n_groups=6,
+        conv_kernel=2,
         tie_word_embeddings=True,
         is_adapted=False,
     ),

@@ -103,6 +103,8 @@ SERVED: dict[tuple[str, str], dict[str, Any]] = {
     ("falcon-h1", "fa3"): {"hidden_size": 64},
     ("falcon-h1-normed", "fa2"): {"hidden_size": 64},
     ("nemotron-h", "fa3"): {"head_dim": 16},
+    ("mamba2", "fa3"): {"num_heads": 6, "head_dim": 16},
+    ("mamba2", "fa2"): {"num_heads": 6, "head_dim": 16},
     ("nemotron-h-moe", "fa3"): {"head_dim": 16, "layers_block_type": ["moe", "full_attention"]},
     ("nemotron-h-latent", "fa2"): {"head_dim": 16, "layers_block_type": ["moe", "full_attention"]},
     ("lfm2-moe", "fa2"): {"hidden_size": 64, "layer_types": ["conv", "full_attention"]},

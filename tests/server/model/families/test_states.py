@@ -40,7 +40,7 @@ CONFIG: dict[str, Any] = {
 
 
 # Rows of parity's table, of which an ordinary run tries the first.
-ROWS = ("qwen3.5", "olmo-hybrid", "lfm2", "granite-h", "falcon-h1", "nemotron-h")
+ROWS = ("qwen3.5", "olmo-hybrid", "lfm2", "granite-h", "falcon-h1", "nemotron-h", "mamba2")
 
 
 @pytest.fixture(
@@ -160,6 +160,17 @@ NEMOTRON: dict[str, Any] = {
     "layers_block_type": [LINEAR, FULL],
     "num_key_value_heads": 2,
 }
+MAMBA2: dict[str, Any] = {
+    "model_type": "mamba2",
+    "architectures": ["Mamba2ForCausalLM"],
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_heads": 6,
+    "head_dim": 32,
+    "expand": 3,
+    "n_groups": 2,
+}
 FALCON = {**LLAMA, "model_type": "falcon_h1", "architectures": ["FalconH1ForCausalLM"]}
 BAMBA: dict[str, Any] = {
     **LLAMA,
@@ -193,6 +204,9 @@ LFM2_MOE = {**LFM2, "model_type": "lfm2_moe", "architectures": ["Lfm2MoeForCausa
         (LFM2, {"layer_types": None, "full_attn_idxs": 3}, "full_attn_idxs must be a list"),
         (LFM2_MOE, {"num_dense_layers": -1}, "num_dense_layers must be an integer from 0"),
         (LFM2_MOE, {"layer_types": None}, "layer_types must say conv or full_attention"),
+        (MAMBA2, {"num_heads": 5}, "5 num_heads of head_dim 32 are not 192 features"),
+        (MAMBA2, {"n_groups": 4}, "6 heads of Mamba do not divide among 4 groups"),
+        (MAMBA2, {"time_step_limit": 1}, "time_step_limit must be two numbers"),
         (BAMBA, {"attn_layer_indices": None}, "without layers that attend"),
         (BAMBA, {"mamba_d_head": 3}, "8 mamba_n_heads of mamba_d_head 3 are not"),
         (BAMBA, {"mamba_n_groups": 3}, "8 heads of Mamba do not divide among 3 groups"),
@@ -229,6 +243,13 @@ def test_groups_are_repeated_where_devices_are_more() -> None:
         for groups in (1, 2, 8)
     }
     assert counts == {1: (1, 2, 4, 8), 2: (1, 2), 8: (1, 2, 4, 8)}
+
+
+def test_devices_share_heads_where_no_layer_attends() -> None:
+    model = read_model(MAMBA2)
+    assert shard_counts(model) == (1, 2)
+    with pytest.raises(ConfigError, match="the model's 6 heads or channels with states can be"):
+        sharded(model, 3)
 
 
 def test_every_fourth_layer_attends_where_nothing_is_said() -> None:

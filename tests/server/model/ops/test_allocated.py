@@ -92,9 +92,9 @@ def test_the_table_is_what_a_start_allocates(
     }
     found = {"weights": parts.weights, "KV cache": parts.cache.pool, "adapters": parts.table}
     for line, part in found.items():
-        assert allocated(part) == pytest.approx(table[line], rel=0.01), line
-    assert sum(table[line] for line in ("states", "snapshots", "inputs of drafts")) == states
-    assert parts.limits.num_snapshots > 0
+        assert allocated(part) == pytest.approx(table.get(line, 0), rel=0.01), line
+    assert sum(table.get(line, 0) for line in ("states", "snapshots", "inputs of drafts")) == states
+    assert (parts.limits.num_snapshots > 0) == bool(model.attentions)
     assert allocated((parts.rows, parts.parameters)) < table[WORKSPACE]
     # As `loraplex info` says it of a sequence.
     of_row = state_bytes(model, "bfloat16")

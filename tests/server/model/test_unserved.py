@@ -70,7 +70,6 @@ LAYERS = ["linear_attention", "full_attention"]
 PARTS: list[tuple[dict[str, Any], str]] = [
     ({"layer_types": LAYERS}, "linear attention with recurrent state"),
     ({"layer_types": LAYERS, "mamba_d_state": 16}, "state-space layers (Mamba's)"),
-    ({"n_groups": 8, "state_size": 128}, "sequences without keys and values"),
     ({"num_mem_blocks": 1, "mamba_d_state": 64}, "blocks of attention that several layers share"),
     ({"text_config": {"layer_types": LAYERS}, "vision_config": {}}, "linear attention"),
     ({"hybrid_override_pattern": "M-M*"}, "state-space layers"),

@@ -122,6 +122,7 @@ _MAMBA2 = Variant(
     ("in_proj",) * 3,
     beside=("out_proj",),
     embedding="embeddings",
+    is_brief=True,
 )
 _NEMOTRON_SIZES: dict[str, Any] = {
     "head_dim": 24,

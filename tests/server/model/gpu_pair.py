@@ -214,7 +214,7 @@ def replace_graphs(patch: pytest.MonkeyPatch) -> list[int]:
     patch.setattr(fast_path._Start, "rehearse", lambda *_: None)
     patch.setattr(products, "_times", lambda ways, *_: dict.fromkeys(ways, 1.0))
     nothing: Any = NothingKept()
-    patch.setattr(KeptChoices, "of", lambda device: KeptChoices(nothing))
+    patch.setattr(KeptChoices, "of", lambda device: KeptChoices(lambda: nothing))
 
     patch.setattr(executor_module, "build", _build(fast_path, whole_path))
     return taken

@@ -5,6 +5,8 @@ A start measures only what is not kept, and chooses as the start before did.
 
 import hashlib
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,9 +19,10 @@ _FILE = "ways_of_products"  # without an ending: no kernel's
 
 
 class KeptChoices:
-    """Names of ways by number of rows and kind of matrix. A damaged file counts as none."""
+    """Names of ways by number of rows and kind of matrix. What cannot be read counts as none."""
 
-    def __init__(self, cache: CacheManager) -> None:
+    def __init__(self, cache: Callable[[], CacheManager]) -> None:
+        """cache: makes its folder, and raises OSError where that cannot be."""
         self._cache = cache
         self._found = self._read()
         self._new: dict[str, list[str]] = {}
@@ -34,7 +37,8 @@ class KeptChoices:
             triton.__version__,
             sources_digest(),
         )
-        return cls(get_cache_manager(hashlib.sha256(repr(facts).encode()).hexdigest()))
+        key = hashlib.sha256(repr(facts).encode()).hexdigest()
+        return cls(partial(get_cache_manager, key))
 
     def find(self, rows: int, kind: tuple[object, ...]) -> list[str]:
         """The names that were kept; none where there is nothing."""
@@ -47,12 +51,12 @@ class KeptChoices:
         """Write what is new, beside what others have written since. Raises OSError."""
         if self._new:
             self._found = {**self._read(), **self._new}
-            self._cache.put(json.dumps(self._found), _FILE, binary=False)
+            self._cache().put(json.dumps(self._found), _FILE, binary=False)
             self._new = {}
 
     def _read(self) -> dict[str, list[str]]:
-        path = self._cache.get_file(_FILE)
         try:
+            path = self._cache().get_file(_FILE)
             found = {} if path is None else json.loads(Path(path).read_text("utf-8"))
         except (OSError, ValueError):
             return {}

@@ -1,5 +1,6 @@
 """Ways of products that one start chose, and the next one takes."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from loraplex.server.model.ops.cuda.kept_choices import KeptChoices
 from loraplex.server.model.ops.cuda.products import Products
 
 OTHER, THIRD = LIBRARIES[1], LIBRARIES[2]
+CACHE = partial(FileCacheManager, "key")
 
 
 class Starts:
@@ -30,7 +32,7 @@ class Starts:
 
     def start(self, sizes: list[int], *shapes: tuple[int, int]) -> list[Way]:
         """The ways of each size and shape."""
-        of, kept = Products(load_configs("cpu")), KeptChoices(FileCacheManager("key"))
+        of, kept = Products(load_configs("cpu")), KeptChoices(CACHE)
         of.measure(sizes, [[DenseLinear(torch.zeros(shape))] for shape in shapes], kept)
         kept.save()
         return [of._choices[size, shape].alone for size in sizes for shape in shapes]
@@ -53,12 +55,12 @@ def test_the_next_start_measures_nothing_again(starts: Starts) -> None:
 
 
 def test_starts_of_two_models_keep_the_choices_of_both(tmp_path: Path, starts: Starts) -> None:
-    first, second = (KeptChoices(FileCacheManager("key")) for _ in range(2))
+    first, second = (KeptChoices(CACHE) for _ in range(2))
     first.keep(1, (4, 4), ["a", "b"])
     second.keep(1, (8, 4), ["c", "d"])
     first.save()
     second.save()
-    found = KeptChoices(FileCacheManager("key"))
+    found = KeptChoices(CACHE)
     assert (found.find(1, (4, 4)), found.find(1, (8, 4))) == (["a", "b"], ["c", "d"])
     assert found.find(2, (4, 4)) == []
 
@@ -68,3 +70,14 @@ def test_what_names_no_way_is_measured(text: str, starts: Starts) -> None:
     FileCacheManager("key").put(text, "ways_of_products", binary=False)
     assert starts.start([1], (48, 32)) == [OTHER]
     assert len(starts.measured) == 1
+
+
+def test_a_folder_that_cannot_be_keeps_nothing() -> None:
+    def none() -> FileCacheManager:
+        raise PermissionError("read-only")
+
+    kept = KeptChoices(none)
+    assert kept.find(1, (4, 4)) == []
+    kept.keep(1, (4, 4), ["a", "b"])
+    with pytest.raises(PermissionError):
+        kept.save()

@@ -110,6 +110,8 @@ MAX_UNREAD_BYTES = 64 << 10
 _LEAST_READ_BYTES = 16 << 10
 # When the server stops: what a client has just sent on an idle connection is still answered.
 LINGER_S = 1.0
+# And so long after that: a loop that was held up runs what is due before it reads what has come.
+_LAST_READS_S = 0.02
 
 
 class _HeadTooLarge(Exception):
@@ -289,7 +291,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Ends the connection soon. An answer that began before the stop did not say that its
         connection would end.
         """
-        self.loop.call_later(LINGER_S, self._end)
+        self.loop.call_later(LINGER_S, self.loop.call_later, _LAST_READS_S, self._end)
 
     def _end(self) -> None:
         if not self._answering():

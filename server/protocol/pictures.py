@@ -284,6 +284,6 @@ class VisionCard(msgspec.Struct, frozen=True):
         return [*self.before, *own, *self.after]
 
     def within(self, ids: list[int]) -> slice:
-        """Which of a picture's ids its span has: from the first placeholder to the last."""
+        """The part of a picture's ids that its span has: from the first placeholder to the last."""
         behind = ids[::-1].index(self.token_id)
         return slice(ids.index(self.token_id), len(ids) - behind)

@@ -51,7 +51,7 @@ def window_table(grid: Grid, side: int, window: int) -> np.ndarray:
 
 
 def token_order(form: TiledForm, grid: Grid) -> np.ndarray:
-    """Which patch each token of a picture is made of, int64 `[tokens]`: all of the picture, then
+    """The patch that each token of a picture is made of, int64 `[tokens]`: all of the picture, then
     the lines of its other tiles without padding. The number of patches stands for a line's end."""
     side, (high, wide) = form.tile, form.padded(grid)
     first, of_tiles = np.split(np.arange(form.patches(grid)), [side**2])

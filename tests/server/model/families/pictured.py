@@ -388,7 +388,7 @@ class StretchedPicture(Picture):
 
     @property
     def tiles(self) -> torch.Tensor:
-        """What patches were cut from: `[tiles, 3, side, side]`."""
+        """Tiles from which patches were cut: `[tiles, 3, side, side]`."""
         cut = self.patches.view(self.count, 2, 2, 2, 2, 3, PATCH, PATCH)
         return cut.permute(0, 5, 1, 3, 6, 2, 4, 7).reshape(self.count, 3, 4 * PATCH, 4 * PATCH)
 

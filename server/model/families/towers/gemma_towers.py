@@ -10,7 +10,12 @@ from loraplex.server.model.families import family
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.families.readers import gemma
 from loraplex.server.model.families.towers.clip_towers import SIGLIP, clip_parts
-from loraplex.server.model.families.towers.tower_parts import COLOURS, tower
+from loraplex.server.model.families.towers.tower_parts import (
+    COLOURS,
+    older_placeholder,
+    placeholder,
+    tower,
+)
 from loraplex.server.model.spec.linear_spec import LinearSpec, Part
 from loraplex.server.model.spec.model_spec import (
     AttentionSpec,
@@ -66,10 +71,8 @@ _UNIFIED_TENSORS = (
 def read_gemma3(config: Mapping[str, Any], text: ModelSpec, fields: Fields) -> PictureSpec | None:
     """Gemma 3: SigLIP's encoder whole, of whose patches squares are averaged, normed, and
     multiplied to tokens, which see each other."""
-    token_id = config.get("image_token_index", config.get("image_token_id", _GEMMA3_TOKEN))
-    if type(token_id) is not int or not 0 <= token_id < text.vocab_size:
-        return None
-    if fields.config.get("model_type", SIGLIP) != SIGLIP:
+    token_id = older_placeholder(config, text, _GEMMA3_TOKEN)
+    if token_id is None or fields.config.get("model_type", SIGLIP) != SIGLIP:
         return None
     parts = clip_parts(fields, SIGLIP)
     sizes, patches = parts.sizes, parts.tile
@@ -98,8 +101,8 @@ def read_gemma4(config: Mapping[str, Any], text: ModelSpec, fields: Fields) -> P
     """Gemma 4: an encoder whose rows turn by column and row, with norms around attention and MLP.
     Squares of patches are averaged. Tokens of a picture see each other in layers with a window,
     unless the model is small."""
-    token_id = config.get("image_token_id", _GEMMA4_TOKEN)
-    if type(token_id) is not int or not 0 <= token_id < text.vocab_size:
+    token_id = placeholder(config, text, _GEMMA4_TOKEN)
+    if token_id is None:
         return None
     fields = fields.changed(**{**_GEMMA4, **fields.config})
     sizes, side = _gemma4_sizes(fields), fields.positive("pooling_kernel_size")
@@ -142,8 +145,8 @@ def read_gemma4(config: Mapping[str, Any], text: ModelSpec, fields: Fields) -> P
 def read_unified(config: Mapping[str, Any], text: ModelSpec, fields: Fields) -> PictureSpec | None:
     """Gemma 4 of one tower for text and images: patches of a token's size, with norms around their
     product and behind vectors of column and row. No layer comes before that of tokens."""
-    token_id = config.get("image_token_id", _GEMMA4_TOKEN)
-    if type(token_id) is not int or not 0 <= token_id < text.vocab_size:
+    token_id = placeholder(config, text, _GEMMA4_TOKEN)
+    if token_id is None:
         return None
     fields = fields.changed(**{**_UNIFIED, **fields.config})
     hidden = fields.positive("mm_embed_dim")

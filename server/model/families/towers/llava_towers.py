@@ -10,7 +10,12 @@ from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.families.towers.clip_towers import CLIP, SIGLIP, clip_parts
 from loraplex.server.model.families.towers.intern_towers import intern_parts
 from loraplex.server.model.families.towers.pixtral_towers import PIXTRAL, pixtral_parts
-from loraplex.server.model.families.towers.tower_parts import EncoderParts, products, tower
+from loraplex.server.model.families.towers.tower_parts import (
+    EncoderParts,
+    older_placeholder,
+    products,
+    tower,
+)
 from loraplex.server.model.spec.linear_spec import LinearSpec, Part
 from loraplex.server.model.spec.model_spec import ModelSpec, NormSpec
 from loraplex.server.model.spec.picture_spec import MergerSpec, PictureSpec
@@ -39,7 +44,7 @@ def read_llava(config: Mapping[str, Any], text: ModelSpec, fields: Fields) -> Pi
     """
     encoder = str(fields.config.get("model_type", CLIP))
     strategy = config.get("vision_feature_select_strategy", _BEHIND)
-    token_id, layer = _token(config, text, _LLAVA_TOKEN), _feature_layer(config, -2)
+    token_id, layer = older_placeholder(config, text, _LLAVA_TOKEN), _feature_layer(config, -2)
     if token_id is None or layer is None or strategy not in _STRATEGIES.get(encoder, ()):
         return None
     parts = pixtral_parts(fields) if encoder == PIXTRAL else clip_parts(fields, encoder)
@@ -86,7 +91,7 @@ def read_mistral3(config: Mapping[str, Any], text: ModelSpec, fields: Fields) ->
     """Mistral 3: Pixtral's encoder. Normed patches of a square become one by a product, before two
     more make a token.
     """
-    token_id, layer = _token(config, text, _MISTRAL3_TOKEN), _feature_layer(config, -1)
+    token_id, layer = older_placeholder(config, text, _MISTRAL3_TOKEN), _feature_layer(config, -1)
     is_pixtral = fields.config.get("model_type", PIXTRAL) == PIXTRAL
     if token_id is None or layer is None or not is_pixtral:
         return None
@@ -107,7 +112,7 @@ def read_idefics3(config: Mapping[str, Any], text: ModelSpec, fields: Fields) ->
     """Idefics3 and SmolVLM: SigLIP's encoder of tiles. Normed patches of a square become a token by
     one product.
     """
-    token_id = _token(config, text, _IDEFICS3_TOKEN)
+    token_id = older_placeholder(config, text, _IDEFICS3_TOKEN)
     if token_id is None:
         return None
     parts = clip_parts(fields.changed(**{**_IDEFICS3, **fields.config}), SIGLIP)
@@ -128,7 +133,7 @@ def read_internvl(config: Mapping[str, Any], text: ModelSpec, fields: Fields) ->
     """InternVL: an encoder of tiles with a row before the patches. A square of patches becomes a
     token by a norm and two products.
     """
-    token_id, layer = _token(config, text, _INTERNVL_TOKEN), _feature_layer(config, -1)
+    token_id, layer = older_placeholder(config, text, _INTERNVL_TOKEN), _feature_layer(config, -1)
     strategy = config.get("vision_feature_select_strategy", _BEHIND)
     if token_id is None or layer is None or strategy != _BEHIND:
         return None
@@ -163,12 +168,6 @@ def _check_side(side: int, parts: EncoderParts, key: str, fields: Fields) -> Non
     """Check that squares of patches fill a tile."""
     if side < 1 or parts.tile % side:
         fields.refuse(f"{key}: squares of {side} * {side} patches do not fill {parts.tile}")
-
-
-def _token(config: Mapping[str, Any], text: ModelSpec, usual: int) -> int | None:
-    """The placeholder; None where the vocabulary has none."""
-    token_id = config.get("image_token_index", config.get("image_token_id", usual))
-    return token_id if type(token_id) is int and 0 <= token_id < text.vocab_size else None
 
 
 def _feature_layer(config: Mapping[str, Any], usual: int) -> int | None:

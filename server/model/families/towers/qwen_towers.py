@@ -12,6 +12,7 @@ from loraplex.server.model.families.towers.tower_parts import (
     BIASES,
     COLOURS,
     ReadPictures,
+    placeholder,
     plain_layer,
     products,
     tower,
@@ -103,8 +104,8 @@ class _Kind(NamedTuple):
 def _read_qwen(
     kind: _Kind, config: Mapping[str, Any], text: ModelSpec, fields: Fields
 ) -> PictureSpec | None:
-    token_id = config.get("image_token_id", kind.token_id)
-    if type(token_id) is not int or not 0 <= token_id < text.vocab_size:
+    token_id = placeholder(config, text, kind.token_id)
+    if token_id is None:
         return None
     fields = fields.changed(**{**kind.usual, **fields.config})
     encoder = kind.read(fields, text)

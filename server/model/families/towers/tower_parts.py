@@ -37,6 +37,19 @@ class EncoderParts(NamedTuple):
     path: str = "vision_tower.encoder.layers"
 
 
+def placeholder(config: Mapping[str, Any], text: ModelSpec, usual: int) -> int | None:
+    """The token of a picture; None where the vocabulary has none."""
+    token_id = config.get("image_token_id", usual)
+    return token_id if type(token_id) is int and 0 <= token_id < text.vocab_size else None
+
+
+def older_placeholder(config: Mapping[str, Any], text: ModelSpec, usual: int) -> int | None:
+    """The token of a picture, of models with an older key for it, which counts first."""
+    if "image_token_index" in config:
+        return placeholder({}, text, config["image_token_index"])
+    return placeholder(config, text, usual)
+
+
 def tower(
     text: ModelSpec,
     embedding: PatchSpec,

@@ -49,7 +49,8 @@ def read_llava(config: Mapping[str, Any], text: ModelSpec, fields: Fields) -> Pi
         return None
     parts = pixtral_parts(fields) if encoder == PIXTRAL else clip_parts(fields, encoder)
     added = int(parts.has_row and strategy == _FULL)
-    merger = _projector(config, parts.sizes, text, fields, bias=True)
+    bias = config.get("multimodal_projector_bias") is not False
+    merger = _projector(config, parts.sizes.hidden, text, fields, bias=bias)
     merger = replace(merger, reads_stream=True, skipped=parts.has_row - added)
     norm = NormSpec("post_layernorm", parts.sizes.hidden, 1.0, kind="layer", has_weight=False)
     model = _tower(parts, layer, norm, merger, text, fields)
@@ -100,7 +101,8 @@ def read_mistral3(config: Mapping[str, Any], text: ModelSpec, fields: Fields) ->
     hidden = parts.sizes.hidden
     name = f"{_PROJECTOR}.patch_merger.merging_layer"
     joined = LinearSpec("lm_head", hidden * side**2, (Part(name, hidden),), "none")
-    merger = _projector(config, parts.sizes, text, fields, bias=False)
+    bias = config.get("multimodal_projector_bias", False) is not False
+    merger = _projector(config, hidden, text, fields, bias=bias)
     merger = replace(merger, joined=joined, side=side)
     norm = NormSpec(f"{_PROJECTOR}.norm", hidden, text.norm.epsilon)
     model = _tower(parts, layer, norm, merger, text, fields)
@@ -142,15 +144,9 @@ def read_internvl(config: Mapping[str, Any], text: ModelSpec, fields: Fields) ->
     side = int(1 / ratio) if int(1 / ratio) * ratio == 1 else 0
     _check_side(side, parts, f"downsample_ratio {ratio}", fields)
     merged = parts.sizes.hidden * side**2
-    names = (f"{_PROJECTOR}.linear_1", f"{_PROJECTOR}.linear_2")
-    first, last = products(text, names, merged, text.hidden_size)
-    key = "projector_hidden_act"
-    merger = MergerSpec(
-        last,
-        tied=False,
-        first=first,
+    merger = replace(
+        _projector(config, merged, text, fields),
         norm=NormSpec(f"{_PROJECTOR}.layer_norm", merged, _EPSILON, kind="layer", bias=True),
-        activation=family.read_activation(fields, key, config.get(key, "gelu")),
         side=side,
         reads_stream=layer != -1 or fields.config.get("use_mean_pooling") is not False,
         skipped=1,
@@ -180,16 +176,15 @@ def _feature_layer(config: Mapping[str, Any], usual: int) -> int | None:
 
 def _projector(
     config: Mapping[str, Any],
-    sizes: family.ModelSizes,
+    inputs: int,
     text: ModelSpec,
     fields: Fields,
     *,
-    bias: bool,
+    bias: bool = True,
 ) -> MergerSpec:
-    """bias: where `config.json` says nothing."""
-    bias = config.get("multimodal_projector_bias", bias) is not False
+    """Make a merger of two products. inputs: features that it reads."""
     names = (f"{_PROJECTOR}.linear_1", f"{_PROJECTOR}.linear_2")
-    first, last = products(text, names, sizes.hidden, text.hidden_size, bias=bias)
+    first, last = products(text, names, inputs, text.hidden_size, bias=bias)
     key = "projector_hidden_act"
     activation = family.read_activation(fields, key, config.get(key, "gelu"))
     return MergerSpec(last, tied=False, first=first, activation=activation, side=1)

@@ -1,8 +1,9 @@
 """A matrix of the base as the checkpoint stores it, and the ways to multiply with it."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 import torch
@@ -130,14 +131,25 @@ class ClippedLinear(DenseLinear):
     bounds: torch.Tensor | None = None
 
     def run(
-        self, x: torch.Tensor, out: torch.Tensor | None = None, way: Way = DEFAULT
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor | None = None,
+        way: Way = DEFAULT,
+        add: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
-        """Compute the products, as of DenseLinear."""
+        """Compute the products, as of DenseLinear. add: adds to one of them before its outputs are
+        held, by its held inputs and `[rows, out_features]`, where the others are zeros."""
         assert self.bounds is not None
-        found = []
-        for weight, bounds in zip(self.weight.split(self.heights), self.bounds, strict=True):
+        found, ends = [], accumulate(self.heights)
+        for height, end, bounds in zip(self.heights, ends, self.bounds, strict=True):
             low, high, least, most = bounds
-            found.append(functional.linear(x.clamp(low, high), weight).clamp(least, most))
+            held, own = x.clamp(low, high), slice(end - height, end)
+            y = functional.linear(held, self.weight[own])
+            if add is not None:
+                whole = functional.pad(y, (own.start, self.out_features - end))
+                add(held, whole)
+                y = whole[:, own]
+            found.append(y.clamp(least, most))
         return torch.cat(found, dim=-1, out=out)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import partial
 from math import isqrt
 from typing import NamedTuple
 
@@ -115,17 +115,9 @@ class TowerOps(TorchProducts):
         out: torch.Tensor | None = None,
         delta: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if lora is None or not isinstance(linear, ClippedLinear) or linear.bounds is None:
+        if lora is None or not isinstance(linear, ClippedLinear):
             return super().linear(x, linear, lora, site, out, delta)
-        # Adapters act within the bounds, which each product has of its own.
-        found, ends = [], accumulate(linear.heights)
-        for height, end, bounds in zip(linear.heights, ends, linear.bounds, strict=True):
-            low, high, least, most = bounds
-            held = x.clamp(low, high)
-            y = functional.linear(held, linear.weight)
-            lora.add(site, held, y)
-            found.append(y[:, end - height : end].clamp(least, most))
-        return torch.cat(found, dim=-1)
+        return linear.run(x, add=partial(lora.add, site))
 
     def parts(self, grid: Grid) -> list[TowerPart]:
         """The parts of a picture, whose rows see each other: its tiles, or all of it."""

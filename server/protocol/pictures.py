@@ -82,16 +82,17 @@ class TiledForm(PictureForm, frozen=True, kw_only=True, tag="tiled"):
 
     tilings: tuple[tuple[int, int], ...]
 
-    def padded(self, grid: Grid) -> tuple[int, int]:
-        """Height and width, in patches, of a picture's tiles but for the first."""
-        high, wide = self.tilings[grid[0] - 1]
+    def padded(self, number: int) -> tuple[int, int]:
+        """Height and width, in patches, of a picture's tiles but for the first. number: the first
+        of its grid."""
+        high, wide = self.tilings[number - 1]
         return high * self.tile, wide * self.tile
 
     def fits(self, grid: Grid) -> bool:
         if not 0 < grid[0] <= len(self.tilings):
             return False
         # One side is full, and of the other as much is padding on both sides.
-        added = [most - own for most, own in zip(self.padded(grid), grid[1:], strict=True)]
+        added = [most - own for most, own in zip(self.padded(grid[0]), grid[1:], strict=True)]
         return min(grid[1:]) >= 0 == min(added) == max(added) % 2
 
     def tokens(self, grid: Grid) -> int:
@@ -105,7 +106,7 @@ class TiledForm(PictureForm, frozen=True, kw_only=True, tag="tiled"):
 
     def largest(self, tokens: int) -> Grid:
         numbers = range(1, 1 + len(self.tilings))
-        grids = [(number, *self.padded((number, 0, 0))) for number in numbers]
+        grids = [(number, *self.padded(number)) for number in numbers]
         return max(grids, key=self.patches)
 
 
@@ -230,11 +231,7 @@ class VisionCard(msgspec.Struct, frozen=True):
     def cuts(self, width: int, height: int) -> list[PictureCut]:
         """The pixels that patches are made of. Boxes are of one size, and lie one below the other
         as `PictureForm.stack` has them. ValueError: the picture is too long and thin."""
-        if max(width, height) > _MAX_ASPECT * min(width, height):
-            raise ValueError(
-                f"a picture of {width} x {height} pixels is more than {_MAX_ASPECT} times longer "
-                "one way than the other"
-            )
+        _check_shape(width, height)
         if self.tiles is not None:
             return self.tiles.cuts(width, height, self.patch_size * self.form.tile)
         side = self.crop_size
@@ -257,16 +254,16 @@ class VisionCard(msgspec.Struct, frozen=True):
 
     def grid(self, width: int, height: int) -> Grid:
         """Patches of a picture of so many pixels. ValueError: it is too long and thin."""
-        cuts = self.cuts(width, height)
+        _check_shape(width, height)
         if self.tiles is not None:
             rows, columns = self.tiles.shape(width, height)
             return 1, rows * self.form.tile, columns * self.form.tile
-        (left, top, right, bottom), *_ = cuts[0].boxes
         if isinstance(self.form, TiledForm):
             tilings = self.form.tilings
             number = picture_cuts.best_tiling(width, height, self.crop_size, tilings)[0] + 1
-            padded = self.form.padded((number, 0, 0))
+            padded = self.form.padded(number)
             return number, *picture_cuts.without_padding(width, height, *padded)
+        ((left, top, right, bottom),) = self.cuts(width, height)[0].boxes
         return 1, (bottom - top) // self.patch_size, (right - left) // self.patch_size
 
     def ids(self, grid: Grid) -> list[int]:
@@ -287,3 +284,12 @@ class VisionCard(msgspec.Struct, frozen=True):
         """The part of a picture's ids that its span has: from the first placeholder to the last."""
         behind = ids[::-1].index(self.token_id)
         return slice(ids.index(self.token_id), len(ids) - behind)
+
+
+def _check_shape(width: int, height: int) -> None:
+    """Raise ValueError for a picture that is too long and thin."""
+    if max(width, height) > _MAX_ASPECT * min(width, height):
+        raise ValueError(
+            f"a picture of {width} x {height} pixels is more than {_MAX_ASPECT} times longer "
+            "one way than the other"
+        )

@@ -53,7 +53,7 @@ def window_table(grid: Grid, side: int, window: int) -> np.ndarray:
 def token_order(form: TiledForm, grid: Grid) -> np.ndarray:
     """The patch that each token of a picture is made of, int64 `[tokens]`: all of the picture, then
     the lines of its other tiles without padding. The number of patches stands for a line's end."""
-    side, (high, wide) = form.tile, form.padded(grid)
+    side, (high, wide) = form.tile, form.padded(grid[0])
     first, of_tiles = np.split(np.arange(form.patches(grid)), [side**2])
     tiles = of_tiles.reshape(high // side, wide // side, side, side)
     lines = tiles.transpose(0, 2, 1, 3).reshape(high, wide)

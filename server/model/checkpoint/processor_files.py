@@ -137,10 +137,6 @@ def read_vision_card(
         raise ValueError(f"resample must be a filter of Pillow, got {shown(resample)}")
     if not all(std):
         raise ValueError(f"image_std is out of range: {std}")
-    if isinstance(tower.form, StretchedForm) and processor.rule == "stretched":
-        sizes = _of_stretched(given, tower, folder, encode)
-    else:
-        sizes = _sizes(given, tower, folder, token_to_id)
     card = VisionCard(
         rule=processor.rule,
         resample=resample,
@@ -148,7 +144,7 @@ def read_vision_card(
         std=std,
         token_id=tower.token_id,
         form=tower.form,
-        **sizes,
+        **_sizes(given, tower, folder, token_to_id, encode),
     )
     if card.columns != tower.columns:
         raise ValueError(
@@ -158,7 +154,11 @@ def read_vision_card(
 
 
 def _sizes(
-    given: Mapping[str, Any], tower: TowerForm, folder: Path, token_to_id: TokenToId
+    given: Mapping[str, Any],
+    tower: TowerForm,
+    folder: Path,
+    token_to_id: TokenToId,
+    encode: Encode,
 ) -> dict[str, Any]:
     """Fields of a VisionCard that not all rules have."""
     rule = _PROCESSORS[_kind(given)].rule
@@ -167,8 +167,12 @@ def _sizes(
         raise ValueError(f"{_KIND} {shown(given[_KIND])} does not suit the tower")
     if isinstance(tower.form, TiledForm):
         return _of_tiles(given, tower, tower.form)
+    if rule == "stretched":
+        return _of_stretched(given, tower, folder, encode)
     if rule == "clip":
         return _of_clip(given, tower, folder)
+    if tower.pixels:
+        raise ValueError(f"{_KIND} does not suit a tower of pictures of one size")
     if rule == "pixtral":
         return _of_pixtral(given, read_optional_json(folder / FILES[0]), tower, token_to_id)
     if rule == "gemma4":
@@ -191,8 +195,6 @@ def _of_stretched(
 
 def _of_qwen2(given: Mapping[str, Any], tower: TowerForm, folder: Path) -> dict[str, Any]:
     """Fields of a VisionCard by the rule `qwen2_vl`."""
-    if tower.pixels:
-        raise ValueError(f"{_KIND} does not suit a tower of pictures of one size")
     side = tower.form.side
     if _count(given, "merge_size", 2) != side:
         raise ValueError(f"merge_size must be {side}, as the tower's")
@@ -214,8 +216,6 @@ def _of_qwen2(given: Mapping[str, Any], tower: TowerForm, folder: Path) -> dict[
 
 def _of_gemma4(given: Mapping[str, Any], tower: TowerForm, folder: Path) -> dict[str, Any]:
     """Fields of a VisionCard by the rule `gemma4`."""
-    if tower.pixels:
-        raise ValueError(f"{_KIND} does not suit a tower of pictures of one size")
     config, side = read_json(folder / CONFIG_FILE), tower.form.side
     patch, pooled = _count(given, "patch_size", 16), _count(given, "pooling_kernel_size", 3)
     if _kind(given) == _UNIFIED:  # its patches are as large as a token
@@ -307,8 +307,6 @@ def _of_pixtral(
 ) -> dict[str, Any]:
     """Fields of a VisionCard by the rule `pixtral`. around: the file of the whole processor, which
     has the last word on patches."""
-    if tower.pixels:
-        raise ValueError(f"{_KIND} does not suit a tower of pictures of one size")
     if given.get("do_center_crop"):
         raise ValueError("do_center_crop must be False")
     side, names = tower.form.side, {key: around.get(key, name) for key, name in _OF_ROWS.items()}

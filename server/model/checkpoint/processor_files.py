@@ -15,6 +15,7 @@ from loraplex.server.model.checkpoint.checkpoint import read_json, read_optional
 from loraplex.server.model.checkpoint.model_files import CONFIG_FILE
 from loraplex.server.model.checkpoint.tile_processors import (
     TileWords,
+    check_length,
     read_idefics3,
     read_internvl,
 )
@@ -243,10 +244,7 @@ def _of_gemma3(folder: Path, tower: TowerForm) -> dict[str, Any]:
         _id(config, name, _id(config, name.replace("index", "id"), usual))
         for name, usual in (("boi_token_index", 255999), ("eoi_token_index", 256000))
     )
-    tokens = tower.form.tokens(tower.form.largest(0))
-    length = read_optional_json(folder / FILES[0]).get("image_seq_length", tokens)
-    if length != tokens:
-        raise ValueError(f"image_seq_length must be {tokens}, as the tower's, got {shown(length)}")
+    check_length(read_optional_json(folder / FILES[0]), "image_seq_length", tower.form)
     return {"spot_id": opens, "before": (opens,), "after": (closes,), "around": "\n\n"}
 
 
@@ -264,9 +262,9 @@ def _of_clip(given: Mapping[str, Any], tower: TowerForm, folder: Path) -> dict[s
         raise ValueError(f"do_center_crop must be {crops}")
     side, patch = tower.pixels, math.isqrt(tower.columns // 3)
     square, shortest = {"height": side, "width": side}, 0
-    size, crop = (given.get(name, _CLIP_SIZE) for name in ("size", "crop_size"))
-    if crops and crop not in (side, square):
-        raise ValueError(f"crop_size must be {side}, as the tower's, got {shown(crop)}")
+    size = given.get("size", _CLIP_SIZE)
+    if crops:
+        _check_crop(given, side)
     if size != square:
         if not crops:
             raise ValueError(f"size must be {square}, as the tower's, got {shown(size)}")
@@ -289,9 +287,7 @@ def _of_tiles(given: Mapping[str, Any], tower: TowerForm, form: TiledForm) -> di
     square = {"height": side, "width": side}
     if given.get("size", _CLIP_SIZE) not in (side, square, {_SHORTEST: side}):
         raise ValueError(f"size must be {side}, as the tower's, got {shown(given.get('size'))}")
-    if given.get("crop_size", _CLIP_SIZE) not in (side, square):
-        crop = shown(given.get("crop_size"))
-        raise ValueError(f"crop_size must be {side}, as the tower's, got {crop}")
+    _check_crop(given, side)
     padded = [[side * high, side * wide] for high, wide in form.tilings]
     if given.get(_PADDED) != padded:
         raise ValueError(f"{_PADDED} must be {padded}, got {shown(given.get(_PADDED))}")
@@ -300,6 +296,13 @@ def _of_tiles(given: Mapping[str, Any], tower: TowerForm, form: TiledForm) -> di
         "temporal_patch_size": 1,
         "crop_size": side,
     }
+
+
+def _check_crop(given: Mapping[str, Any], side: int) -> None:
+    """Raise ValueError where pictures are cut to another square than the tower's."""
+    crop = given.get("crop_size", _CLIP_SIZE)
+    if crop not in (side, {"height": side, "width": side}):
+        raise ValueError(f"crop_size must be {side}, as the tower's, got {shown(crop)}")
 
 
 def _of_pixtral(

@@ -32,12 +32,14 @@ class TileWords(NamedTuple):
         """A special token."""
         return self.tokens.get(name) or usual
 
-    def check_length(self, key: str, form: AnyForm) -> None:
-        """Check how many placeholders are written for a tile. Raises ValueError."""
-        tokens = form.tokens((1, form.tile, form.tile))
-        length = self.whole.get(key, tokens)
-        if length != tokens:
-            raise ValueError(f"{key} must be {tokens}, as the tower's, got {shown(length)}")
+
+def check_length(whole: Mapping[str, Any], key: str, form: AnyForm) -> None:
+    """Check how many placeholders a processor's own file has for a tile, or for a picture of that
+    size. Raises ValueError."""
+    tokens = form.tokens((1, form.tile, form.tile))
+    length = whole.get(key, tokens)
+    if length != tokens:
+        raise ValueError(f"{key} must be {tokens}, as the tower's, got {shown(length)}")
 
 
 def read_idefics3(
@@ -45,7 +47,7 @@ def read_idefics3(
 ) -> dict[str, Any]:
     """Fields of a VisionCard. pixels: a side of a tile. token_id: of the placeholder. Raises
     ValueError."""
-    words.check_length("image_seq_len", form)
+    check_length(words.whole, "image_seq_len", form)
     longest = _edge(given, "size", 4 * _IDEFICS3_EDGE)
     size = _edge(given, "max_image_size", _IDEFICS3_EDGE)
     if size != pixels:
@@ -79,7 +81,7 @@ def read_internvl(
 ) -> dict[str, Any]:
     """Fields of a VisionCard, as of `read_idefics3`. The model's processor has pictures cut,
     whatever `crop_to_patches` says."""
-    words.check_length("image_seq_length", form)
+    check_length(words.whole, "image_seq_length", form)
     square = {"height": pixels, "width": pixels}
     if given.get("size") != square:
         raise ValueError(f"size must be {square}, as the tower's, got {shown(given.get('size'))}")

@@ -4,7 +4,7 @@ A library divides its sums by the shape of what it gets. A token alone has one s
 not depend on the tokens beside it, on the step that it comes in, or on the slice that it is of.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -47,8 +47,8 @@ class OneByOne:
         ops, found = self._decoder.ops, []
         is_wanted = np.zeros(len(token_ids), dtype=np.int64)
         is_wanted[wanted] = 1
-        for at, own in enumerate(tokens_apart(layout)):
-            one = slice(at, at + 1)
+        for at in range(len(token_ids)):
+            one, own = slice(at, at + 1), layout.of(np.array([at]))
             if self._chosen_experts is not None:
                 self._chosen_experts.first = at
             lora = ops.lora(token_slots[one])
@@ -67,23 +67,3 @@ class OneByOne:
             lora = ops.lora(slots[at : at + 1])
             found.append(self._decoder.logits(normed[at : at + 1], lora, width=width))
         return torch.cat(found)
-
-
-def tokens_apart(layout: StepLayout) -> Iterator[StepLayout]:
-    """Lay out each token of a step as a decode of its own, in order. The layout has no states."""
-    firsts = np.cumsum(layout.num_new) - layout.num_new
-    rows = np.repeat(layout.seq_rows, layout.num_new)
-    positions = np.arange(len(rows)) + np.repeat(layout.starts - firsts, layout.num_new)
-    for at in range(len(rows)):
-        one = slice(at, at + 1)
-        yield StepLayout(
-            num_decodes=1,
-            seq_rows=rows[one],
-            starts=positions[one],
-            num_new=np.ones(1, dtype=np.int64),
-            token_rows=layout.token_rows[one],
-            positions=layout.positions[one],
-            page_table=layout.page_table,
-            long_rows=layout.long_rows,
-            turns=None if layout.turns is None else layout.turns[:, one],
-        )

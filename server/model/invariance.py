@@ -1,4 +1,4 @@
-"""Which models and options `--batch-invariant` is refused for. Pure."""
+"""Refusals of `--batch-invariant`, by the model and by other options. Pure."""
 
 from loraplex.server.config import ConfigError, EngineConfig
 from loraplex.server.model.spec.latent_spec import LatentSpec

@@ -1,4 +1,4 @@
-"""Which experts the tokens of a step go to: noted as layers choose them, read for whoever asks."""
+"""Experts that the tokens of a step go to: noted as layers choose them, read for whoever asks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,5 +1,6 @@
 """How an engine's memory options turn into pages, extents and a context length. Pure arithmetic."""
 
+from collections import Counter
 from collections.abc import Sequence
 from math import prod
 
@@ -79,12 +80,13 @@ def _beside(model: ModelSpec, layer: int, linear: LinearSpec, item: int, packed:
         return numbers // 2 + 2 * (numbers // MXFP4_BLOCK) if packed else numbers * item
     if model.quantisation is None or not packed:
         return 0
-    found = 0
-    for path, *shape in linear.matrices():
-        form = model.quantisation.form(layer_path(layer, path))
-        if form is not None:
-            found += packed_bytes(form, *shape) - prod(shape) * item
-    return found
+    form_of = model.quantisation.form
+    kinds = Counter((form_of(layer_path(layer, path)), m, n) for path, m, n in linear.matrices())
+    return sum(
+        count * (packed_bytes(form, m, n) - m * n * item)
+        for (form, m, n), count in kinds.items()
+        if form is not None
+    )
 
 
 def page_bytes(model: ModelSpec, engine: EngineConfig) -> int:

@@ -52,14 +52,13 @@ _WITHIN = "the text model within a larger model"
 _OF_MLPS = ("mlp.w", "mlp.c", "mlp.fc_")
 # Parts beside that text model.
 _TOWERS = (
-    r"(?:vision_tower|vision_model|visual|multi_modal_projector|mm_projector|connector|image_tower|"
-    r"embed_vision)\."
+    "vision_tower|vision_model|visual|multi_modal_projector|mm_projector|connector|image_tower|"
+    "embed_vision"
 )
-_TOWER = re.compile(_TOWERS)
+_TOWER = re.compile(rf"(?:{_TOWERS})\.")
 _OF_IMAGES = re.compile(
-    r"(?:model\.)?(?:(?:vision_tower|vision_model|visual|multi_modal_projector|mm_projector|"
-    r"connector|image_tower|"
-    r"embed_vision|vision_embedder|vision_embed_tokens|audio_tower|embed_audio|embed_tokens_extend)\..+|image_newline)|.+\.lora_[AB]\.(?:vision|speech)\..+"
+    rf"(?:model\.)?(?:(?:{_TOWERS}|vision_embedder|vision_embed_tokens|audio_tower|embed_audio|"
+    r"embed_tokens_extend)\..+|image_newline)|.+\.lora_[AB]\.(?:vision|speech)\..+"
 )
 
 

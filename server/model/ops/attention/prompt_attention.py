@@ -85,7 +85,7 @@ class TiledPrompts:
         self._page_table = torch.zeros(0, 0, 0, dtype=torch.int64, device=self._device)
 
     def _most_tiles(self, tokens: int) -> int:
-        """Plan a captured step."""
+        """The most tiles that a captured step of so many tokens has."""
         return max_tiles(tokens, self._most_prompts, self._shape)
 
     def plan(self, layout: StepLayout) -> None:

@@ -33,7 +33,7 @@ from loraplex.server.model.lora.adapter_copies import AdapterCopies
 from loraplex.server.model.lora.lora import Reach
 from loraplex.server.model.lora.output_vectors import OutputVectors
 from loraplex.server.model.one_by_one import OneByOne
-from loraplex.server.model.ops.memory import LOGITS_ROWS, state_bytes
+from loraplex.server.model.ops.memory import state_bytes
 from loraplex.server.model.ops.ops import StepLayout
 from loraplex.server.model.ops.sizes import padded, padded_size
 from loraplex.server.model.ops.transfers import to_device, to_host
@@ -120,11 +120,10 @@ class TorchExecutor:
         self._parameters = parts.parameters
         self._is_invariant = config.batch_invariant
         self._one_by_one = OneByOne.of(built) if self._is_invariant else None
-        rows_at_once = 1 if self._is_invariant else LOGITS_ROWS
         self._chosen_experts = built.chosen_experts
         # From this layer on tokens are computed whose results somebody needs.
         self._wanted_from = built.decoder.mixers[built.decoder.last_writer].layer
-        self._sampler = Sampler(self._rows, self._parameters, built.draws, rows_at_once)
+        self._sampler = Sampler(self._rows, self._parameters, built.draws, parts.rows_at_once)
         heads = ScoreHeads(built.decoder, self._table)
         self._pooler = Pooler(heads.scores, heads.vectors, self.device)
         self._masks = MaskMemory(self.limits.most_decodes, self.device)

@@ -113,8 +113,7 @@ class _Start:
         context = (parts.model, parts.cache, parts.table, attention, reach)
         ops = CudaOps(*context, *forms, states=parts.states)
         ops.chosen_experts = chosen_experts(limits, reach[1], rows.device)
-        at_once = 1 if parts.batch_invariant else LOGITS_ROWS
-        draws = CudaDraws(rows, parts.parameters, limits.most_decodes, at_once)
+        draws = CudaDraws(rows, parts.parameters, limits.most_decodes, parts.rows_at_once)
         outside = row_sizes(limits.most_decodes, limits.max_step_tokens)
         return cls(parts, sizes, prompt_sizes, outside, backend, ops, draws)
 

@@ -8,6 +8,7 @@ from loraplex.server.model.decoder import Decoder
 from loraplex.server.model.devices.group import Group
 from loraplex.server.model.lora.lora import AdapterTable
 from loraplex.server.model.ops.group_ops import GroupOps
+from loraplex.server.model.ops.memory import LOGITS_ROWS
 from loraplex.server.model.ops.ops import KVCache
 from loraplex.server.model.ops.row_states import RowStates
 from loraplex.server.model.routed_experts import ChosenExperts
@@ -41,6 +42,11 @@ class Parts:
     dora_graphs: bool
     pictures: PictureStore | None = None
     batch_invariant: bool = False
+
+    @property
+    def rows_at_once(self) -> int:
+        """How many rows' tokens are drawn in torch at once."""
+        return 1 if self.batch_invariant else LOGITS_ROWS
 
     def decoder(self, ops: Any, weights: ModelWeights | None = None) -> Decoder[Any, Any, Any]:
         """Make a decoder, for a group of devices where there is one. ops: of the device alone.

@@ -55,7 +55,7 @@ from loraplex.server.model.start import (
 )
 from loraplex.server.model.steps.drafts import spread, spread_places
 from loraplex.server.model.steps.rows import Rows
-from loraplex.server.model.steps.step import Step, saves_at_ends
+from loraplex.server.model.steps.step import Step, routed_places, saves_at_ends
 from loraplex.server.model.tower.picture_store import EncodeTicket, PictureStore
 
 log = logging.getLogger(__name__)
@@ -288,7 +288,7 @@ class TorchExecutor:
         self._write_again(slices, places, special)
         if len(places) < len(batch):
             token_ids = token_ids[to_device(places, self.device)]
-        asked = [place for place, piece in enumerate(slices) if piece.routed]
+        asked = routed_places(slices)
         routed = self._routed(asked, np.ones(len(asked), np.int64), np.array(asked, np.int64))
         rows, waiting = ToDraw(step.logits, places, seq_rows, lengths), _waiting(slices)
         if waiting is None:
@@ -500,6 +500,6 @@ def _wanted(step: Step, scored: Sequence[ScoredSlice], pooled: Sequence[PooledSl
     for."""
     predicting = [np.arange(s.begin, s.begin + s.predicted) for s in scored]
     numbers = [s.tokens for s in pooled]
-    if routed := step.routed:
-        numbers.append(step.tokens_of(routed))
+    if step.routed:
+        numbers.append(step.tokens_of(step.routed))
     return np.unique(np.concatenate([step.ends[step.samples], *predicting, *numbers]))

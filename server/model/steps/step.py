@@ -18,7 +18,8 @@ class Step:
 
     order: int64 `[slices]`, a slice's place in the plan. ends: `[slices]`, its last token in the
     batch, with what pads it. token_slots: `[tokens]`, adapter slots. results: as of `Rows.results`;
-    None = no token stands for a picture. All of these lie on the host.
+    None = no token stands for a picture. All of these lie on the host. routed: as of
+    `routed_places`.
     """
 
     slices: list[SeqSlice]
@@ -31,6 +32,7 @@ class Step:
     samples: np.ndarray
     layout: StepLayout
     results: tuple[np.ndarray, np.ndarray] | None
+    routed: list[int]
 
     @classmethod
     def build(cls, plan: StepPlan, rows: Rows, tokens: int) -> "Step":
@@ -82,12 +84,8 @@ class Step:
                 decodes, seq_rows, starts, num_new, packed[0], packed[1], *tables, lasts
             ),
             results=rows.results(seq_rows, starts, num_new) if reads_pictures else None,
+            routed=routed_places(slices),
         )
-
-    @property
-    def routed(self) -> list[int]:
-        """Places of the slices whose experts are asked for."""
-        return [place for place, piece in enumerate(self.slices) if piece.routed]
 
     def tokens_of(self, places: Iterable[int]) -> np.ndarray:
         """Where the tokens of these slices lie in the batch, int64 `[n]`."""
@@ -103,6 +101,11 @@ class Step:
             for piece, end in ends
             if piece.vector is not None and piece.vector.second is not None
         ]
+
+
+def routed_places(slices: Iterable[SeqSlice]) -> list[int]:
+    """Places of the slices whose experts are asked for."""
+    return [place for place, piece in enumerate(slices) if piece.routed]
 
 
 def saves_at_ends(slices: Iterable[SeqSlice]) -> Iterator[StateCopy]:

@@ -1,4 +1,4 @@
-"""The experts that tokens go to, as requests are told them: those that transformers chooses."""
+"""Routed experts of answers: the experts that transformers chooses for each token."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -113,17 +113,15 @@ def chosen_by(oracle: PeftModel, ids: Sequence[int], adapter: str | None) -> np.
     return rows
 
 
-def told(engine: Engine, *wishes: GenerateRequest) -> list[tuple[list[int], np.ndarray]]:
+def experts_of(engine: Engine, *wishes: GenerateRequest) -> list[tuple[list[int], np.ndarray]]:
     """Tokens and experts of each answer; the experts are ascending."""
     keys = [engine.submit(wish) for wish in wishes]
     engine.run()
     return [answer_of(engine, key, wish) for key, wish in zip(keys, wishes, strict=True)]
 
 
-def answer_of(
-    engine: Engine, key: int, wish: GenerateRequest, before: RoutedTokens | None = None
-) -> tuple[list[int], np.ndarray]:
-    rows = before or RoutedTokens()
+def answer_of(engine: Engine, key: int, wish: GenerateRequest) -> tuple[list[int], np.ndarray]:
+    rows = RoutedTokens()
     for event in engine.events[key]:
         if event.routed is not None:
             rows.add(event.routed)
@@ -149,59 +147,58 @@ def test_as_transformers_chooses(served: Served, adapter: str | None) -> None:
     digest = None if adapter is None else served.adapter.layout.digest
     wishes = [served.wish(seed, digest) for seed in range(2)]
     quiet = engine.submit(served.wish(7, None, routed_experts=False))
-    for found in told(engine, *wishes):
+    for found in experts_of(engine, *wishes):
         check(served, found, adapter)
     assert all(event.routed is None for event in engine.events[quiet])
 
 
 def test_a_cached_prefix_is_computed_again(served: Served) -> None:
     engine = served.engine()
-    told(engine, served.wish(1, None, routed_experts=True))
+    experts_of(engine, served.wish(1, None, routed_experts=True))
     engine.answers(served.wish(1, None, routed_experts=False))
     hits = engine.hits
-    (found,) = told(engine, served.wish(1, None))
+    (found,) = experts_of(engine, served.wish(1, None))
     assert engine.hits == hits, "others use the prefix, who asks does not"
     check(served, found, None)
 
 
 def test_preempted_and_resumed(served: Served) -> None:
-    """Nothing is told twice, and on another worker the answer goes on from its tokens."""
+    """Each token's experts are sent once. Another worker goes on from the answer's tokens."""
     windows = len(served.driver.executor.limits.page_windows)
     engine = served.engine(num_pages=22 * windows)
-    found = told(engine, *(served.wish(seed, None) for seed in (3, 4)))
+    found = experts_of(engine, *(served.wish(seed, None) for seed in (3, 4)))
     if windows == 1:  # else pages behind a window come free
         assert engine.scheduler.stats().preemptions
     for one in found:
         check(served, one, None)
     ids, _ = found[0]
-    kept, before = PROMPT + 4, RoutedTokens()
-    wish = served.wish(3, None, accepted_ids=ids[PROMPT:kept])
-    engine = served.engine()
-    key = engine.submit(wish)
-    engine.run()
-    again = answer_of(engine, key, wish, before)
+    wish = served.wish(3, None, accepted_ids=ids[PROMPT : PROMPT + 4])
+    (again,) = experts_of(served.engine(), wish)
     assert again[0] == ids
     check(served, again, None)
 
 
-def test_drafts_that_are_wrong_are_not_told(served: Served) -> None:
+def test_experts_of_wrong_drafts_are_not_sent(served: Served) -> None:
     engine = served.engine(max_draft=3)
     wish = served.wish(5, None, drafts="me")
     ids = [3, 4, 5, 6, 7] * 8
-    found = told(engine, *[msgspec.structs.replace(wish, prompt_ids=ids[: 30 + i]) for i in (0, 0)])
+    wish = msgspec.structs.replace(wish, prompt_ids=ids[:30])
+    found = experts_of(engine, wish, wish)
     for one in found:
         check(served, one, None)
 
 
 def test_token_by_token(tmp_path: Path) -> None:
-    """As `--batch-invariant` computes on a CPU."""
+    """`--batch-invariant` computes so on a CPU."""
     served = served_model("qwen3-moe-dense-layer", tmp_path, batch_invariant=True)
-    for found in told(served.engine(max_step_tokens=16), *(served.wish(i, None) for i in (0, 1))):
+    for found in experts_of(
+        served.engine(max_step_tokens=16), *(served.wish(i, None) for i in (0, 1))
+    ):
         check(served, found, None)
     served.driver.close()
 
 
-def test_what_cannot_be_told_is_refused(served: Served, tmp_path: Path) -> None:
+def test_what_cannot_be_sent_is_refused(served: Served, tmp_path: Path) -> None:
     save_model(make_model("llama3"), tmp_path)
     dense = Driver(tmp_path, page_size=4)
     engine = Engine(dense, {})
@@ -224,7 +221,7 @@ def test_what_cannot_be_told_is_refused(served: Served, tmp_path: Path) -> None:
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs the interpreter")
 @pytest.mark.parametrize("backend", beyond(1, ["fa3", "fa2"]))
 def test_by_a_gpus_kernels(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From graphs of decodes and of prompts, and outside of any."""
+    """Experts come from graphs of decodes and of prompts, and from steps outside graphs."""
     name = "qwen3-moe-dense-layer"
     model = make_model(name, head_dim=32)
     adapters = {"one": LoraConfig(r=4, target_modules=list(VARIANTS[name].targets[:2]))}
@@ -236,7 +233,7 @@ def test_by_a_gpus_kernels(backend: str, tmp_path: Path, monkeypatch: pytest.Mon
         reference = Served(model, pair.reference, adapter)
         asked = [by_gpu.wish(seed, None) for seed in range(3)]
         results = [
-            told(Engine(of.driver, {"one": adapter}, max_step_tokens=24), *asked)
+            experts_of(Engine(of.driver, {"one": adapter}, max_step_tokens=24), *asked)
             for of in (by_gpu, reference)
         ]
         for ours, theirs in zip(*results, strict=True):

@@ -43,7 +43,7 @@ _OF_PICTURES = {
     "gemma4": ("<|image>", "<image|>", "<|image|>"),
 }
 _OF_PICTURES["gemma4_unified"] = _OF_PICTURES["gemma4"]
-# As Gemma 3 has it, without its checks. Gemma 4's spells a picture by its placeholder.
+# Gemma 3's template without its checks. Gemma 4's writes a picture's placeholder for a picture.
 _TEMPLATE = (
     "{% if messages[0]['role'] == 'system' %}"
     "{% set prefix = messages[0]['content'][0]['text'] + '\n\n' %}"

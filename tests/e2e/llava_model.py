@@ -33,7 +33,7 @@ from tests.router.fake_worker import make_tokenizer
 from tests.server.model.hub_models import SIZES, add_adapter, random_model
 
 END, IMAGE = 258, 259
-# As LLaVA 1.5 has it.
+# LLaVA 1.5's template.
 _LLAVA_TEMPLATE = (
     "{% for message in messages %}{% if message['role'] != 'system' %}"
     "{{ message['role'].upper() + ': '}}{% endif %}"
@@ -43,7 +43,7 @@ _LLAVA_TEMPLATE = (
     "{{ content['text'] + ' '}}{% endfor %}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
 )
-# Of LLaVA 1.6 with Mistral, for users alone.
+# LLaVA 1.6's template with Mistral, for users alone.
 _NEXT_TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'user' %}{{ '[INST] ' }}"
     "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}"
@@ -51,7 +51,7 @@ _NEXT_TEMPLATE = (
     "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}"
     "{{ content['text'] }}{% endfor %}{{ ' [/INST]' }}{% endif %}{% endfor %}"
 )
-# Of Mistral Small 3.1, for users alone.
+# Mistral Small 3.1's template, for users alone.
 _MISTRAL_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}"
     "{% if message['content'] is string %}{{ '[INST]' + message['content'] + '[/INST]' }}{% else %}"

@@ -16,7 +16,7 @@ from tests.e2e.serving import Serving, start_serving
 from tests.e2e.test_structured_clients import CLIENTS_PYTHON, passes
 
 SECOND = "loraplex/second"
-# What scripts of clients ask for, of the first base and with an ending of the second.
+# Adapters that clients' scripts ask for: on the first base, and with an ending on the second.
 MODELS = ("json", "tools")
 # One for each API.
 SCRIPTS = ("of_openai", "of_anthropic", "of_hub", "of_cohere", "of_langchain")

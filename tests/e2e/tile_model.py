@@ -30,7 +30,7 @@ _VISION: dict[str, Any] = {
     "patch_size": _PATCH,
     "initializer_range": 0.15,
 }
-# Of SmolVLM.
+# SmolVLM's template.
 _SMOLVLM_TEMPLATE = (
     "<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}"
     "{% if message['content'][0]['type'] == 'image' %}{{':'}}{% else %}{{': '}}{% endif %}"
@@ -39,7 +39,7 @@ _SMOLVLM_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )
 _SMOLVLM_TOKENS = ("<fake_token_around_image>", "<global-img>", "<|im_start|>")
-# Of InternVL 3, without its videos.
+# InternVL 3's template, without its videos.
 _INTERNVL_TEMPLATE = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n'}}"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
@@ -48,7 +48,7 @@ _INTERNVL_TEMPLATE = (
     "{% endfor %}{% endif %}{{'<|im_end|>\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{'<|im_start|>assistant\n' }}{% endif %}"
 )
-# Of Qwen3.5, for images and texts alone.
+# Qwen3.5's template, for images and texts alone.
 _QWEN_TEMPLATE = (
     "{% for message in messages %}{{'<|im_start|>' + message.role + '\n'}}"
     "{% for item in message.content %}{% if item.type == 'image' %}"

@@ -19,7 +19,7 @@ from tests.router.pictures.seeing import data_url
 from tests.server.pictures.files import written
 
 _OPENS, _PLACE, _CLOSES = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
-# Of a picture in a prompt, before it has its placeholders.
+# Text of a picture in a prompt, before the picture has its placeholders.
 IMAGE = _OPENS + _PLACE + _CLOSES
 # Where the demo's template looks at the parts of a message.
 _PARTS = "{% for part in message['content'] %}"

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-# Adapters: one that answers in JSON, one that calls tools. The demo's, or what the script is told.
+# Adapters: one answers in JSON, one calls tools. The script's arguments may name others.
 JSON, TOOLS = sys.argv[2:4] or ("json", "tools")
 KEY = "unused"
 MESSAGE = "Please cancel order #10442 for two linen aprons, it's urgent. Thanks, Ines Novak"

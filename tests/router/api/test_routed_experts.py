@@ -80,7 +80,7 @@ def test_a_gap_is_an_error() -> None:
         RoutedTokens().add(routed(np.zeros((2, 2, 2), np.uint8), 3))
 
 
-# Of the tokens of PROMPT and `result`, but the last.
+# Experts of the tokens of PROMPT and `result`, but the last.
 ROWS = np.arange(5 * 3 * 2, dtype=np.uint8).reshape(5, 3, 2)
 
 
@@ -107,7 +107,7 @@ def ended() -> list[TextEvent]:
 
 @pytest.mark.parametrize("route", [completions, chat, tokens])
 def test_as_vllm_writes_them(route: Any) -> None:
-    """In a choice; of a stream in the chunk that ends it."""
+    """A choice holds them; in a stream, the chunk that ends the choice."""
     whole = msgspec.structs.replace(result(), routed=routed(ROWS))
     (choice,) = json.loads(formatter(route).whole([whole], [PROMPT]))["choices"]
     np.testing.assert_array_equal(read_npy(choice["routed_experts"]), ROWS)

@@ -43,8 +43,8 @@ class Ask(NamedTuple):
 
 
 class Bits(NamedTuple):
-    """Of an answer. output: its tokens; logprobs: of every token of the vocabulary, for each;
-    prompt: of the prompt's own tokens."""
+    """An answer's tokens and log-probabilities. logprobs: of every token of the vocabulary, at each
+    token of `output`. prompt: of the prompt's own tokens."""
 
     output: list[int]
     logprobs: list[dict[int, float]]

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 # A family whose layers all attend to everything, and one with windows and soft caps.
 FAMILIES = ("llama3", "gemma2")
-# Of `engine_config`, on each device.
+# Options of `engine_config`, on each device.
 DEVICES: dict[str, dict[str, Any]] = {
     "cpu": {"max_running": 12},
     "cuda": {

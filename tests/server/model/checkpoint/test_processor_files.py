@@ -196,7 +196,7 @@ def test_other_rows_are_refused(
 
 
 GEMMA_TOWER = TowerForm(3 * 14 * 14, 7, PictureForm(side=4, tile=64), 896)
-# As of google/gemma-3-4b-it.
+# The file of google/gemma-3-4b-it.
 GEMMA_KIND = {
     "do_convert_rgb": None,
     "do_normalize": True,

@@ -251,7 +251,7 @@ def tiled(config: Any, vision: dict[str, Any], **text: Any) -> Any:
 
 _UNEVEN = {"image_size": 4 * PATCH + 1}
 _INTERN = {"image_size": 4 * PATCH, "layer_scale_init_value": 0.7, "attention_bias": True}
-# Of InternVL, as transformers makes them.
+# InternVL's parameters that transformers makes zero or constant.
 _ZEROS = ("cls_token", "position_embeddings", "lambda_1", "lambda_2")
 STATEFUL = ("qwen3_5", "qwen3_5_moe")
 KINDS: dict[str, tuple[Any, Any]] = {
@@ -344,7 +344,7 @@ class Picture:
 
     @property
     def pixels(self) -> torch.Tensor:
-        """What patches of one frame were cut from: `[3, height, width]`."""
+        """Pixels that patches of one frame were cut from: `[3, height, width]`."""
         side, (high, wide) = self.side, self.grid[1:]
         cut = self.patches.view(high // side, wide // side, side, side, 3, PATCH, PATCH)
         return cut.permute(4, 0, 2, 5, 1, 3, 6).reshape(3, high * PATCH, wide * PATCH)
@@ -407,7 +407,7 @@ _SQUARES: dict[str, dict[str, Any]] = {
     "square of ": {"height": 4, "width": 4, "side": 1},
     "square and row of ": {"height": 4, "width": 4, "side": 1, "added": 1},
 }
-# Of those tokens a picture has at most so many.
+# Most tokens of a picture whose tokens see each other.
 _JOINED = 18
 PICTURES |= {
     before + name: Picture(name + before, frames=1, **sizes)
@@ -481,8 +481,8 @@ def pictured(parts: Sequence[list[int] | str], **changes: Any) -> GenerateReques
 
 
 def sized_inputs(pictures: Sequence[Picture], config: Any) -> dict[str, torch.Tensor]:
-    """What transformers reads of PaddedPictures, and of pictures with breaks. config: of the
-    model."""
+    """Pixels and sizes of PaddedPictures and of pictures with breaks, as transformers takes them.
+    config: of the model."""
     more = config.vision_config.image_size - TILES.tile * PATCH
     of_tile = more if isinstance(pictures[0], PaddedPicture) else 0
     pixels = [functional.pad(each.pixels, (0, of_tile, 0, of_tile)) for each in pictures]
@@ -509,7 +509,8 @@ def of_gemma4(pictures: Sequence[Picture]) -> dict[str, torch.Tensor]:
 
 
 def tiles_of(pictures: Sequence[Picture], pixels: int | tuple[int, int]) -> torch.Tensor:
-    """As transformers' models take them. pixels: a side of a tile, of Idefics3's kin; else both."""
+    """Pixels of tiles as transformers takes them. pixels: a tile's side for Idefics3 and SmolVLM,
+    else both sides."""
     tiles = torch.cat(
         [picture.tiles for picture in pictures if isinstance(picture, StretchedPicture)]
     )

@@ -32,7 +32,7 @@ NAMES = [
     if known.config and not read_model(known.config).is_causal
 ]
 LENGTHS = (1, 7, 40, 100, 300, 500)
-# Of transformers' root mean square: what a sum in another order may change.
+# Most error, in errors of transformers: what a sum in another order may change.
 SLACK = 1.15
 
 

@@ -46,7 +46,7 @@ def requests(kind: str) -> list[GenerateRequest]:
 
 
 def logprobs(driver: Driver, asked: Sequence[GenerateRequest], step: int) -> torch.Tensor:
-    """Of every token at each place of the answers, `[places, vocab]`. step: tokens of one."""
+    """Log-probabilities at each place of the answers, `[places, vocab]`. step: tokens of one."""
     engine = PicturedEngine(driver, {}, max_step_tokens=step)
     keys = [engine.submit(request) for request in asked]
     engine.run()

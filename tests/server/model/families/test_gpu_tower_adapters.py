@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
     pytest.mark.filterwarnings("ignore"),
 ]
-# Of transformers' root mean square: what a sum in another order may change.
+# Most error, in errors of transformers: what a sum in another order may change.
 SLACK = 1.15
 VOCAB, LAYERS = 2048, 4
 GRIDS: list[Grid] = [(1, 34, 52), (1, 8, 6), (1, 60, 44)]

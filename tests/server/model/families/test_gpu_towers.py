@@ -61,7 +61,7 @@ def of_rows(patches: torch.Tensor, grid: Grid, config: Any) -> Inputs:
 
 
 def of_tiles(patches: torch.Tensor, grid: Grid, config: Any) -> Inputs:
-    """Of a picture as large as its tiles without padding."""
+    """Inputs for a picture as large as its tiles without padding."""
     vision = config.vision_config
     tile = vision.image_size // vision.patch_size
     tiles = [
@@ -73,7 +73,7 @@ def of_tiles(patches: torch.Tensor, grid: Grid, config: Any) -> Inputs:
 
 
 def of_stretched(patches: torch.Tensor, grid: Grid, config: Any) -> Inputs:
-    """Of tiles, which have further pixels where patches do not fill them."""
+    """Inputs for tiles. Tiles that patches do not fill have further pixels."""
     side = config.scale_factor if config.model_type != "internvl" else 2
     vision = config.vision_config
     # InternVL says both sides.

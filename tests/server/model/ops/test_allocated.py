@@ -96,6 +96,6 @@ def test_the_table_is_what_a_start_allocates(
     assert sum(table.get(line, 0) for line in ("states", "snapshots", "inputs of drafts")) == states
     assert (parts.limits.num_snapshots > 0) == bool(model.attentions)
     assert allocated((parts.rows, parts.parameters)) < table[WORKSPACE]
-    # As `loraplex info` says it of a sequence.
+    # Bytes of a sequence, as `loraplex info` prints them.
     of_row = state_bytes(model, "bfloat16")
     assert of_row * (engine.max_running + 1) == table["states"]

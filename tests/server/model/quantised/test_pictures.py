@@ -22,7 +22,7 @@ from tests.server.model.quantised.test_places import quantise_stored
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-# Of the file's tensors.
+# Names of the file's tensors.
 TEXT = r"(?!.*(visual|vision_tower)).*layers\.[0-9]+\.(self_attn|mlp)\.[a-z_]+proj\.weight"
 ALL = (
     rf"{TEXT}|.*(visual\.blocks|vision_tower\..*layers)\.[0-9]+\..*(proj|qkv)\.weight"

@@ -663,6 +663,13 @@ class Pictured:
     def engine(self, **options: Any) -> PicturedEngine:
         return PicturedEngine(self.driver, self.packed, **options)
 
+    def assert_answers(self, engine: Engine, requests: Sequence[GenerateRequest]) -> None:
+        """Submit requests together, run the engine until it rests, and check all their answers."""
+        keys = {engine.submit(request): request for request in requests}
+        engine.run()
+        self.assert_right(engine, keys)
+        engine.assert_at_rest()
+
     def assert_right(self, engine: Engine, keys: Mapping[int, GenerateRequest]) -> None:
         """All have ended, with the logprobs of transformers and PEFT at every place."""
         for key, request in keys.items():

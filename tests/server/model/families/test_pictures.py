@@ -60,10 +60,7 @@ def test_mixed_prompts_and_adapters_at_any_borders(served: Pictured, step_tokens
         for shift in range(2)
         for i, parts in enumerate(PARTS)
     ]
-    keys = {engine.submit(request): request for request in requests}
-    engine.run()
-    served.assert_right(engine, keys)
-    engine.assert_at_rest()
+    served.assert_answers(engine, requests)
 
 
 @torch.inference_mode()

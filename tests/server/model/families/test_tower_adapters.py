@@ -90,10 +90,7 @@ def test_mixed_adapters_of_text_of_the_tower_of_both(served: Pictured, step_toke
         for shift in range(5)
         for i, parts in enumerate(PARTS)
     ]
-    keys = {engine.submit(request): request for request in requests}
-    engine.run()
-    served.assert_right(engine, keys)
-    engine.assert_at_rest()
+    served.assert_answers(engine, requests)
 
 
 @pytest.mark.parametrize(
@@ -109,10 +106,7 @@ def test_pictures_in_blocks_of_rows(
         served.pictured(parts, adapter=served.digest(name), max_tokens=2)
         for name, parts in zip([*LORA, None], [*PARTS, PARTS[2]], strict=True)
     ]
-    keys = {engine.submit(request): request for request in requests}
-    engine.run()
-    served.assert_right(engine, keys)
-    engine.assert_at_rest()
+    served.assert_answers(engine, requests)
     served.driver.close()
 
 

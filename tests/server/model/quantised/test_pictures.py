@@ -79,9 +79,7 @@ def test_pictures_and_adapters(kind: str, form: str, stored: str, tmp_path: Path
         for parts in PARTS
         for name in (None, "one", "two")
     ]
-    keys = {engine.submit(request): request for request in requests}
-    engine.run()
-    served.assert_right(engine, keys)
+    served.assert_answers(engine, requests)
     served.driver.close()
 
 

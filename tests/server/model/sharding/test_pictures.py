@@ -40,8 +40,5 @@ def test_each_process_reads_every_picture(kind: str, tmp_path: Path) -> None:
         ),
         served.pictured([text(4, 4), "e", text(2, 5)], max_tokens=3),
     ]
-    keys = {engine.submit(request): request for request in requests}
-    engine.run()
-    served.assert_right(engine, keys)
-    engine.assert_at_rest()
+    served.assert_answers(engine, requests)
     served.driver.close()

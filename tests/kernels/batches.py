@@ -19,6 +19,10 @@ from tests.kernels.reference import SiteTensors
 interpreted = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="kernels on the CPU need TRITON_INTERPRET=1"
 )
+on_gpu = (
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+)
 ALIGNMENT = 256
 NUM_SITES = 3
 SITE = 1

@@ -1,6 +1,5 @@
 """Drafts change no answer: whatever they say, each token is the one drawn without them."""
 
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +9,7 @@ from peft import LoraConfig
 from loraplex.server.engine.plan import SeqSlice, SliceResult
 from loraplex.server.model.steps.drafts import joined, spread_places
 from loraplex.server.protocol import SamplingParams, TokenLogprob
+from tests.kernels.batches import interpreted
 from tests.server.model.driver import Driver, Stream, generate
 from tests.server.model.gpu_pair import load_in_order, prompt, small_pair
 from tests.server.model.hub_models import add_adapter, make_model, save_model
@@ -137,9 +137,7 @@ def test_rows_together(driver: Driver) -> None:
     check(driver, [*ROWS])
 
 
-@pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="kernels need Triton's interpreter"
-)
+@interpreted
 @pytest.mark.parametrize(
     ("base", "names"),
     [

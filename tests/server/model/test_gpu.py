@@ -11,17 +11,14 @@ from peft import LoraConfig
 from loraplex.server.engine.executor import CopyUsable
 from loraplex.server.model.lora.output_vectors import OutputVectors
 from loraplex.server.protocol import SamplingParams
+from tests.kernels.batches import on_gpu
 from tests.server.model.adapter_zoo import ZOO
 from tests.server.model.driver import Driver
 from tests.server.model.gpu_trio import SIZES, Trio, answer, assert_near, logprobs
 from tests.server.model.hub_models import add_adapter, make_model, save_model
 from tests.server.model.slabs import pack
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = [*on_gpu, pytest.mark.filterwarnings("ignore")]
 
 # family -> what differs from SIZES
 MODELS: dict[str, dict[str, Any]] = {

@@ -1,6 +1,5 @@
 """Keys and values of eight bits: as transformers with these rounded so, in half the room."""
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,6 +16,7 @@ from loraplex.server.model import start
 from loraplex.server.model.checkpoint.checkpoint import CheckpointError, read_config
 from loraplex.server.model.ops.memory import executor_limits
 from loraplex.server.model.weights import KvScales, load_weights
+from tests.kernels.batches import interpreted
 from tests.server.model.adapter_zoo import ZOO, with_zoo
 from tests.server.model.driver import Driver, Stream, engine_config, generate
 from tests.server.model.families.parity import GREEDY, assert_parity, prompt
@@ -172,9 +172,7 @@ def test_a_gpu_that_does_not_convert_fp8_is_refused() -> None:
     start._require_fp8((8, 9))
 
 
-@pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="kernels need Triton's interpreter"
-)
+@interpreted
 @pytest.mark.parametrize(
     ("name", "kv_dtype"),
     [

@@ -1,6 +1,5 @@
 """Routed experts of answers: the experts that transformers chooses for each token."""
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from loraplex.router.api.routed_experts import RoutedTokens
 from loraplex.server.engine.admission import MAX_ROUTED_BYTES
 from loraplex.server.protocol import GenerateRequest, SamplingParams
 from tests.grids import beyond
+from tests.kernels.batches import interpreted
 from tests.server.engine.harness import make_request
 from tests.server.model.driver import Driver
 from tests.server.model.engine import Engine
@@ -218,7 +218,7 @@ def test_what_cannot_be_sent_is_refused(served: Served, tmp_path: Path) -> None:
     assert str(engine.last(key).message).startswith("return_routed_experts: at most 0 tokens")
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs the interpreter")
+@interpreted
 @pytest.mark.parametrize("backend", beyond(1, ["fa3", "fa2"]))
 def test_by_a_gpus_kernels(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts come from graphs of decodes and of prompts, and from steps outside graphs."""

@@ -1,7 +1,6 @@
 """Encoders by the GPU's kernels, in Triton's interpreter: as the reference operations, which
 `test_encoders.py` holds to transformers."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from peft import LoraConfig
 from transformers import AutoModelForSequenceClassification
 
 from loraplex.server.protocol import VectorParams
+from tests.kernels.batches import interpreted
 from tests.server.model.driver import Driver, Stream, generate
 from tests.server.model.families.encoders import ENCODERS
 from tests.server.model.families.test_encoders import random, scores_of, text
@@ -19,9 +19,7 @@ from tests.server.model.hub_models import make_model
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.skipif(
-        os.environ.get("TRITON_INTERPRET") != "1", reason="kernels need Triton's interpreter"
-    ),
+    interpreted,
 ]
 # By tokens of a step: few, mixed and more take LoRA by different ways.
 STEPS = ((1, 3), (9, 1), (4, 21))

@@ -4,15 +4,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
+from tests.kernels.batches import on_gpu
 from tests.server.model.gpu_trio import Trio, assert_near
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = [*on_gpu, pytest.mark.filterwarnings("ignore")]
 # A row of parity's table -> what differs from it and from `gpu_trio.SIZES`.
 MODELS: dict[str, dict[str, Any]] = {
     "gemma": {},

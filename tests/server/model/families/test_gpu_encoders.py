@@ -16,15 +16,12 @@ from transformers import AutoConfig, AutoModel
 from loraplex.launcher.known_models import served_families
 from loraplex.server.model.families.registry import read_model
 from loraplex.server.protocol import VectorParams
+from tests.kernels.batches import on_gpu
 from tests.server.model.driver import Driver, Stream, generate
 from tests.server.model.hub_models import add_adapter
 from tests.server.model.slabs import pack
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = [*on_gpu, pytest.mark.filterwarnings("ignore")]
 VOCAB = 2048
 NAMES = [
     name

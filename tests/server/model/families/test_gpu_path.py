@@ -4,13 +4,13 @@ In decode graphs and in steps with prompts, with adapters and without: as the re
 which parity's table holds to transformers.
 """
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.kernels.batches import interpreted
 from tests.server.model.adapter_zoo import zoo_of
 from tests.server.model.families.variants import VARIANTS
 from tests.server.model.gpu_pair import Pair, assert_same, ordinary, small_pair
@@ -22,9 +22,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning"),
     # Infinity is meant.
     pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning"),
-    pytest.mark.skipif(
-        os.environ.get("TRITON_INTERPRET") != "1", reason="kernels need Triton's interpreter"
-    ),
+    interpreted,
 ]
 SMALL: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
 EVEN: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from loraplex.server.protocol import GenerateRequest
+from tests.kernels.batches import on_gpu
 from tests.server.model.driver import Driver
 from tests.server.model.families.pictured import (
     BEFORE,
@@ -22,11 +23,7 @@ from tests.server.model.families.pictured import (
 from tests.server.model.gpu_trio import SIZES, SLACK
 from tests.server.model.hub_models import save_model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = [*on_gpu, pytest.mark.filterwarnings("ignore")]
 DEVICE = "cuda"
 FORCED = 5
 COMMON: dict[str, Any] = {"page_size": 16, "kv_memory": 16 << 20, "max_step_tokens": 512}

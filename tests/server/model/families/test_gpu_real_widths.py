@@ -22,14 +22,11 @@ from loraplex.server.model.checkpoint.model_files import CONFIG_FILE
 from loraplex.server.model.families.registry import read_model
 from loraplex.server.model.ops.kernel_limits import unsupported
 from loraplex.server.protocol import SamplingParams
+from tests.kernels.batches import on_gpu
 from tests.server.model.driver import EVERY_LOGPROB, Driver, Stream, generate
 from tests.server.model.quantised.checkpoints import matrices
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = [*on_gpu, pytest.mark.filterwarnings("ignore")]
 LAYERS, VOCAB, STEPS, WINDOW = 3, 2048, 8, 32
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 MIXED = ["linear_attention", "full_attention", "linear_attention"]

@@ -17,15 +17,12 @@ from loraplex.server.model.checkpoint.checkpoint import read_config
 from loraplex.server.model.ops.memory import picture_limits, pictures_bytes
 from loraplex.server.model.tower.tower import Tower, TowerInput
 from loraplex.server.protocol import Grid
+from tests.kernels.batches import on_gpu
 from tests.server.model.driver import Driver, engine_config
 from tests.server.model.hub_models import add_adapter
 from tests.server.model.slabs import pack
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = [*on_gpu, pytest.mark.filterwarnings("ignore")]
 # Most error, in errors of transformers: what a sum in another order may change.
 SLACK = 1.15
 VOCAB, LAYERS = 2048, 4

@@ -19,14 +19,11 @@ from loraplex.server.model.tower.geometry import patch_places
 from loraplex.server.model.tower.tower import Tower, TowerInput
 from loraplex.server.model.weights import load_tower
 from loraplex.server.protocol import Grid
+from tests.kernels.batches import on_gpu
 from tests.server.model.families.test_gpu_real_widths import SLACK, VOCAB, cast
 from tests.server.model.families.test_towers import encoded
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = [*on_gpu, pytest.mark.filterwarnings("ignore")]
 DEVICE = torch.device("cuda")
 LAYERS = 3
 Inputs = dict[str, torch.Tensor]

@@ -1,12 +1,12 @@
 """Pictures in prompts by the GPU's kernels, in Triton's interpreter, as the reference computes."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from peft import LoraConfig
 
+from tests.kernels.batches import interpreted
 from tests.server.model.driver import Driver
 from tests.server.model.families.pictured import (
     BEFORE,
@@ -28,9 +28,7 @@ pytestmark = [
     pytest.mark.filterwarnings(
         "ignore::UserWarning", "ignore::FutureWarning", "ignore::RuntimeWarning"
     ),
-    pytest.mark.skipif(
-        os.environ.get("TRITON_INTERPRET") != "1", reason="kernels need Triton's interpreter"
-    ),
+    interpreted,
 ]
 
 

@@ -1,6 +1,5 @@
 """The GPU path's steps, plans, columns and kernels, on the CPU and compared with the reference."""
 
-import os
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +10,7 @@ from peft import LoraConfig
 
 from loraplex.server.protocol import SamplingParams
 from tests.grids import beyond
+from tests.kernels.batches import interpreted
 from tests.server.model import fake_flashinfer
 from tests.server.model.driver import EVERY_LOGPROB
 from tests.server.model.gpu_pair import TOKENS, Pair, answer, ordinary
@@ -18,9 +18,7 @@ from tests.server.model.hub_models import make_model
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),
-    pytest.mark.skipif(
-        os.environ.get("TRITON_INTERPRET") != "1", reason="kernels need Triton's interpreter"
-    ),
+    interpreted,
 ]
 SIZES: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
 LAYERS = LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "v_proj", "o_proj", "down_proj"])

@@ -1,7 +1,6 @@
 """`--batch-invariant` by the GPU's kernels, in Triton's interpreter: as the reference operations,
 and with the same bits in every batch."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import pytest
 from peft import LoraConfig
 
 from tests.grids import beyond
+from tests.kernels.batches import interpreted
 from tests.kernels.interpreter import exact_products
 from tests.server.model.adapter_zoo import few_of
 from tests.server.model.families.variants import VARIANTS
@@ -21,9 +21,7 @@ from tests.server.model.lora.dora_adapters import dora_adapters
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning"),
-    pytest.mark.skipif(
-        os.environ.get("TRITON_INTERPRET") != "1", reason="kernels need Triton's interpreter"
-    ),
+    interpreted,
 ]
 SMALL: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 144}
 ROWS = [("llama3", "fa2"), ("gemma2", "fa2")]

@@ -1,6 +1,5 @@
 """The GPU path's steps of many tokens on the CPU, as in test_gpu_path: outside graphs, and in."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from peft import LoraConfig
 
 from loraplex.server.protocol import SamplingParams
 from tests.grids import beyond
+from tests.kernels.batches import interpreted
 from tests.server.model import fake_flashinfer
 from tests.server.model.driver import EVERY_LOGPROB, Stream, generate
 from tests.server.model.gpu_pair import Pair, prompt
@@ -18,9 +18,7 @@ from tests.server.model.hub_models import make_model
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),
-    pytest.mark.skipif(
-        os.environ.get("TRITON_INTERPRET") != "1", reason="kernels need Triton's interpreter"
-    ),
+    interpreted,
 ]
 FEW, MOST = 16, 256
 SIZES = ("few_tokens", "mixed_tokens", "most_tokens")

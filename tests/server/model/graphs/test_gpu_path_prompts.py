@@ -1,12 +1,12 @@
 """Prompts of layers that FlashInfer's module does not serve, as in test_gpu_path."""
 
-import os
 from pathlib import Path
 
 import pytest
 from peft import LoraConfig
 
 from loraplex.server.protocol import SamplingParams
+from tests.kernels.batches import interpreted
 from tests.server.model import fake_flashinfer
 from tests.server.model.driver import EVERY_LOGPROB, Driver, Stream, generate, step
 from tests.server.model.gpu_pair import Pair, answer, prompt
@@ -14,9 +14,7 @@ from tests.server.model.hub_models import make_model
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),
-    pytest.mark.skipif(
-        os.environ.get("TRITON_INTERPRET") != "1", reason="kernels need Triton's interpreter"
-    ),
+    interpreted,
 ]
 ADAPTERS = {"layers": LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "v_proj", "o_proj"])}
 SCORED = SamplingParams(temperature=0.0, logprobs=EVERY_LOGPROB, prompt_logprobs=0)

@@ -1,12 +1,12 @@
 """The GPU path's largest steps on the CPU, as in test_gpu_path: one layer, three heads a group."""
 
-import os
 from collections.abc import Iterator
 
 import pytest
 from peft import LoraConfig
 
 from loraplex.server.protocol import SamplingParams
+from tests.kernels.batches import interpreted
 from tests.server.model import fake_flashinfer
 from tests.server.model.driver import Stream, generate
 from tests.server.model.gpu_pair import Pair, prompt
@@ -14,9 +14,7 @@ from tests.server.model.hub_models import make_model
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),
-    pytest.mark.skipif(
-        os.environ.get("TRITON_INTERPRET") != "1", reason="kernels need Triton's interpreter"
-    ),
+    interpreted,
 ]
 SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ADAPTERS = {

@@ -1,7 +1,6 @@
 """DoRA, biases and own tables by the GPU's kernels, in Triton's interpreter: as the reference
 operations, which the other tests here hold to PEFT."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from peft import LoraConfig
 
 from loraplex.server.model.lora.lora import Reach
 from tests.grids import beyond
+from tests.kernels.batches import interpreted
 from tests.server.model.families.variants import VARIANTS
 from tests.server.model.gpu_pair import Pair, assert_same, ordinary, small_pair
 from tests.server.model.hub_models import make_model, save_model
@@ -21,9 +21,7 @@ from tests.server.model.lora.own_tables_pair import own_tables, own_tables_pair
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning"),
-    pytest.mark.skipif(
-        os.environ.get("TRITON_INTERPRET") != "1", reason="kernels need Triton's interpreter"
-    ),
+    interpreted,
 ]
 SMALL: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
 # Biases and tied tables; norms of all heads, which want the sum first; one module of q, k and v.

@@ -1,7 +1,6 @@
 """Norms that adapters bring, by the GPU's kernels in Triton's interpreter: as the reference
 operations, which `test_own_norms` holds to PEFT."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,15 +8,14 @@ import pytest
 from peft import LoraConfig
 
 from tests.grids import beyond
+from tests.kernels.batches import interpreted
 from tests.server.model.gpu_pair import Pair, assert_same, small_pair
 from tests.server.model.hub_models import make_model
 from tests.server.model.lora.norm_adapters import FEW, saved_norms, with_norms
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
-    pytest.mark.skipif(
-        os.environ.get("TRITON_INTERPRET") != "1", reason="kernels need Triton's interpreter"
-    ),
+    interpreted,
 ]
 SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
 PLAIN, EVERY, END = range(3)

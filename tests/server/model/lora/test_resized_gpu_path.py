@@ -1,7 +1,6 @@
 """Tables that are smaller or larger than the base's, by the GPU's kernels in Triton's interpreter:
 as the reference operations, which `test_resized_tables` holds to PEFT. By one device and by two."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from peft import LoraConfig
 
 from loraplex.server.protocol import SamplingParams
 from tests.grids import beyond
+from tests.kernels.batches import interpreted
 from tests.server.model.driver import Driver, Stream, generate
 from tests.server.model.gpu_pair import Pair, assert_same, small_pair
 from tests.server.model.hub_models import VOCAB, add_adapter, make_model
@@ -20,9 +20,7 @@ from tests.server.model.slabs import pack
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
-    pytest.mark.skipif(
-        os.environ.get("TRITON_INTERPRET") != "1", reason="kernels need Triton's interpreter"
-    ),
+    interpreted,
 ]
 SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
 PLAIN, RESIZED, LARGER, NEW_ROWS = range(4)

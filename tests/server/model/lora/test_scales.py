@@ -1,6 +1,5 @@
 """A scale of a row's own is PEFT's scaling multiplied: float32, logprobs within 1e-4."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -11,6 +10,7 @@ from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 
 from loraplex.server.engine.plan import ScaledSlot, StepPlan
+from tests.kernels.batches import interpreted
 from tests.server.model.adapter_zoo import zoo_of
 from tests.server.model.driver import Driver, Stream, generate
 from tests.server.model.families.parity import GREEDY, Served, assert_parity, prompt
@@ -76,9 +76,7 @@ def test_each_row_has_its_scale(
     served.driver.close()
 
 
-@pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="kernels need Triton's interpreter"
-)
+@interpreted
 def test_kernels_read_a_slots_scale(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,9 +5,9 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 
 from loraplex.server.kernels.linear.matrix import PackedMatrix
+from tests.kernels.batches import on_gpu
 from tests.server.model.gpu_trio import Trio, assert_near
 from tests.server.model.quantised.checkpoints import save_quantised
 from tests.server.model.quantised.formats import (
@@ -24,11 +24,7 @@ from tests.server.model.quantised.formats import (
     gptq,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = [*on_gpu, pytest.mark.filterwarnings("ignore")]
 # Groups that divide the rows of `gpu_trio.SIZES`.
 FORMATS: dict[str, Format] = {
     "fp8-rows": compressed("float-quantized", FP8, BY_TOKEN),

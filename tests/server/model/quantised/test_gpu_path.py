@@ -3,7 +3,6 @@
 In decode graphs and in steps with prompts, with adapters and without.
 """
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from peft import LoraConfig
 
 from loraplex.server.kernels.linear.matrix import PackedMatrix
 from loraplex.server.model.linear.experts import MoeWeights
+from tests.kernels.batches import interpreted
 from tests.server.model.adapter_zoo import zoo_of
 from tests.server.model.checkpoint.test_expert_tensors import mxfp4_model
 from tests.server.model.families.variants import VARIANTS
@@ -28,9 +28,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning"),
     # Infinity is meant.
     pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning"),
-    pytest.mark.skipif(
-        os.environ.get("TRITON_INTERPRET") != "1", reason="kernels need Triton's interpreter"
-    ),
+    interpreted,
 ]
 SMALL: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64}
 ROWS = [

@@ -1,6 +1,5 @@
 """A model that devices share by the GPU's kernels, in Triton's interpreter."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 from peft import LoraConfig
 
+from tests.kernels.batches import interpreted
 from tests.server.model.adapter_zoo import zoo_of
 from tests.server.model.families.variants import VARIANTS
 from tests.server.model.gpu_pair import assert_same, ordinary, small_pair
@@ -28,9 +28,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning"),
     # Infinity is meant.
     pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning"),
-    pytest.mark.skipif(
-        os.environ.get("TRITON_INTERPRET") != "1", reason="kernels need Triton's interpreter"
-    ),
+    interpreted,
 ]
 SMALL: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
 SERVED: dict[tuple[str, str], dict[str, Any]] = {

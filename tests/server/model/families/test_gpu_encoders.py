@@ -18,19 +18,17 @@ from loraplex.server.model.families.registry import read_model
 from loraplex.server.protocol import VectorParams
 from tests.kernels.batches import on_gpu
 from tests.server.model.driver import Driver, Stream, generate
+from tests.server.model.families.test_gpu_real_widths import SLACK, VOCAB
 from tests.server.model.hub_models import add_adapter
 from tests.server.model.slabs import pack
 
 pytestmark = [*on_gpu, pytest.mark.filterwarnings("ignore")]
-VOCAB = 2048
 NAMES = [
     name
     for name, known in served_families().items()
     if known.config and not read_model(known.config).is_causal
 ]
 LENGTHS = (1, 7, 40, 100, 300, 500)
-# Most error, in errors of transformers: what a sum in another order may change.
-SLACK = 1.15
 
 
 def made(name: str, device: str, folder: Path) -> PeftModel:

@@ -73,7 +73,7 @@ NAMES = [
 ]
 # Of a served family, with parts that its known model has not.
 SHAPES = ["gemma-4-26b-a4b", "gemma-4-e4b", "nemotron-3-nano-30b-a3b"]
-# Of transformers' root mean square: what a sum in another order may change.
+# Most error, in errors of transformers: what a sum in another order may change.
 SLACK = 1.15
 
 

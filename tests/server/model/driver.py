@@ -27,6 +27,13 @@ COPY_TIMEOUT_S = 240.0
 EVERY_LOGPROB = 1 << 30
 
 
+def by_token(found: TokenLogprob, vocab: int) -> torch.Tensor:
+    """Log-probabilities in the order of ids, float32 `[vocab]`; NaN for those that are missing."""
+    row = torch.full((vocab,), float("nan"))
+    row[[token for token, _ in found.top]] = torch.tensor([value for _, value in found.top])
+    return row
+
+
 def engine_config(folder: Path, **changes: Any) -> EngineConfig:
     config = EngineConfig(
         model_path=str(folder),

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from loraplex.server.protocol import SamplingParams
 from tests.server.model.adapter_zoo import with_zoo, zoo_of
-from tests.server.model.driver import EVERY_LOGPROB, Driver, Stream, generate
+from tests.server.model.driver import EVERY_LOGPROB, Driver, Stream, by_token, generate
 from tests.server.model.families.variants import VARIANTS
 from tests.server.model.hub_models import VOCAB, make_model, reference_logprobs, save_model
 from tests.server.model.slabs import pack
@@ -71,8 +71,7 @@ def _assert_near(expected: torch.Tensor, stream: Stream, accepted: int, toleranc
     assert len(stream.logprobs) == len(stream.output) - accepted
     for i, found in enumerate(stream.logprobs, accepted):
         row = expected[stream.prompt_len - 1 + i]
-        got = torch.full((max(VOCAB, len(found.top)),), float("nan"))
-        got[[token for token, _ in found.top]] = torch.tensor([value for _, value in found.top])
+        got = by_token(found, max(VOCAB, len(found.top)))
         assert (got[: len(row)] - row).abs().max().item() < tolerance
         assert (got[len(row) :] < _NEVER).all()  # tokens that the oracle does not have
         assert found.listed == pytest.approx(row[list(LISTED)].tolist(), abs=tolerance)

@@ -49,7 +49,7 @@ from loraplex.server.engine.executor import PictureIn
 from loraplex.server.model.tower.geometry import patch_places
 from loraplex.server.protocol import GenerateRequest, PictureSpan, TiledForm, TokenEvent
 from tests.server.engine.harness import make_request
-from tests.server.model.driver import Driver
+from tests.server.model.driver import Driver, by_token
 from tests.server.model.driver import Packed as AnyPacked
 from tests.server.model.engine import Engine
 from tests.server.model.hub_models import SIZES, VOCAB, add_adapter, random_model, save_model
@@ -691,8 +691,7 @@ class Pictured:
         found = [each for event in events for each in event.logprobs or ()]
         assert len(found) == len(output)
         for place, each in enumerate(found, first):
-            row = torch.full(expected.shape[1:], float("nan"))
-            row[[token for token, _ in each.top]] = torch.tensor([p for _, p in each.top])
+            row = by_token(each, expected.shape[1])
             assert (row - expected[place]).abs().max().item() < TOLERANCE
         scored = events[0].prompt_logprobs or ()
         assert len(scored) == (0 if request.accepted_ids else len(request.prompt_ids))

@@ -12,7 +12,7 @@ import torch
 
 from loraplex.server.protocol import GenerateRequest
 from tests.kernels.batches import on_gpu
-from tests.server.model.driver import Driver
+from tests.server.model.driver import Driver, by_token
 from tests.server.model.families.pictured import (
     BEFORE,
     PicturedEngine,
@@ -51,10 +51,7 @@ def logprobs(driver: Driver, asked: Sequence[GenerateRequest], step: int) -> tor
     for key in keys:
         assert engine.tokens(key) == [FORCED] * 6
         for event in engine.events[key]:
-            for each in event.logprobs or ():
-                row = torch.empty(len(each.top))
-                row[[token for token, _ in each.top]] = torch.tensor([p for _, p in each.top])
-                found.append(row)
+            found += [by_token(each, len(each.top)) for each in event.logprobs or ()]
     return torch.stack(found)
 
 

@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
-from tests.server.model.driver import Driver, Stream, generate
+from tests.server.model.driver import Driver, Stream, by_token, generate
 from tests.server.model.families.parity import GREEDY, TOLERANCE, prompt
 from tests.server.model.families.variants import SEVEN
 from tests.server.model.hub_models import VOCAB, add_adapter, make_model, reference_logprobs
@@ -46,7 +46,6 @@ def test_as_the_trainer(form: str, use_dora: bool, tmp_path: Path) -> None:
     for name, stream in zip((None, "one"), streams, strict=True):
         expected = reference_logprobs(trainer, name, stream.tokens)
         for place, found in enumerate(stream.logprobs, stream.prompt_len - 1):
-            got = torch.full((VOCAB,), float("nan"))
-            got[[token for token, _ in found.top]] = torch.tensor([v for _, v in found.top])
+            got = by_token(found, VOCAB)
             assert (got - expected[place]).abs().max().item() < 2 * TOLERANCE
     driver.close()

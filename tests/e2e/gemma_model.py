@@ -1,16 +1,14 @@
 """Tiny random models of Gemma 3 and Gemma 4 with tokenizer, processor file and an adapter, and
 greedy answers of transformers about pictures."""
 
-import io
 import json
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from peft import LoraConfig, PeftModel
-from PIL import Image, ImageOps
+from peft import LoraConfig
+from PIL import Image
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import (
@@ -26,12 +24,11 @@ from transformers import (
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 
-from tests.e2e.picture_model import answer_of
+from tests.e2e.picture_chats import ADAPTER, ChatOracle
 from tests.router.fake_worker import byte_alphabet
 from tests.server.model.hub_models import SIZES, add_adapter, random_model
 
 Kind = Literal["gemma3", "gemma4", "gemma4_unified"]
-ADAPTER = "two"
 # Gemma 4 has modules around those of its encoder, which PEFT does not take.
 _OF_IMAGES = r".*vision_tower.*(fc1|out_proj|\.linear)"
 _LORA = {"r": 4, "lora_alpha": 2, "target_modules": rf".*language_model.*_proj|{_OF_IMAGES}"}
@@ -178,26 +175,13 @@ def _merged(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {"pixel_values": torch.stack(made), "image_position_ids": torch.stack(places)}
 
 
-class GemmaOracle:
-    """transformers and PEFT on the saved folder, in float32."""
-
+class GemmaOracle(ChatOracle):
     def __init__(self, folder: Path, kind: Kind) -> None:
+        super().__init__(folder, _MODELS[kind], _tokenizer(kind), (IMAGE, VIDEO))
         self._kind = kind
-        base = _MODELS[kind].from_pretrained(folder / "base", dtype="float32")
-        self.model: Any = PeftModel.from_pretrained(base, folder / ADAPTER, adapter_name=ADAPTER)
-        self.model.train(False)
-        self.tokenizer = _tokenizer(kind)
         self.processor = _processor(kind)
 
-    def chat(self, content: Sequence[dict[str, Any]]) -> str:
-        """The prompt of a user's message."""
-        messages: Any = [{"role": "user", "content": content}]
-        text = self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
-        )
-        return str(text)
-
-    def _inputs(self, prompt: str, seen: list[Image.Image]) -> dict[str, Any]:
+    def inputs(self, prompt: str, seen: list[Image.Image]) -> dict[str, Any]:
         if not seen:
             return {"input_ids": self.tokenizer([prompt], return_tensors="pt")["input_ids"]}
         if self._kind == "gemma3":
@@ -212,15 +196,3 @@ class GemmaOracle:
             pieces[number] = f"{opens}{image * int(count)}{closes}{pieces[number]}"
         ids = self.tokenizer(["".join(pieces)], return_tensors="pt")["input_ids"]
         return {**inputs, "input_ids": ids, "mm_token_type_ids": (ids == IMAGE).long()}
-
-    @torch.inference_mode()
-    def answer(
-        self, prompt: str, files: Sequence[bytes], *, adapted: bool, most: int
-    ) -> tuple[list[int], list[int]]:
-        """Ids of the prompt and of the greedy answer."""
-        seen = [ImageOps.exif_transpose(Image.open(io.BytesIO(data))) for data in files]
-        inputs = self._inputs(prompt, seen)
-        options: dict[str, Any] = {"max_new_tokens": most, "do_sample": False, "pad_token_id": 0}
-        options |= {"bad_words_ids": [[IMAGE], [VIDEO]], **inputs}
-        ids: list[int] = inputs["input_ids"][0].tolist()
-        return ids, answer_of(self.model, ADAPTER if adapted else None, options)

@@ -1,17 +1,15 @@
 """A tiny random LLaVA or Mistral 3 with its tokenizer, processor files and an adapter, and greedy
 answers of transformers about pictures."""
 
-import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from peft import PeftModel
-from PIL import Image, ImageOps
+from PIL import Image
 from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
@@ -28,7 +26,8 @@ from transformers.models.llava_next.image_processing_pil_llava_next import (
 from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
-from tests.e2e.picture_model import ADAPTERS, answer_of
+from tests.e2e.picture_chats import ADAPTER, ChatOracle
+from tests.e2e.picture_model import ADAPTERS
 from tests.router.fake_worker import make_tokenizer
 from tests.server.model.hub_models import SIZES, add_adapter, random_model
 
@@ -59,7 +58,6 @@ _MISTRAL_TEMPLATE = (
     "{{ block['text'] }}{% elif block['type'] in ['image', 'image_url'] %}{{ '[IMG]' }}"
     "{% endif %}{% endfor %}{{ '[/INST]' }}{% endif %}{% endif %}{% endfor %}"
 )
-ADAPTER = "two"
 _SIDE, _PATCH = 32, 8
 _FINE = {"height": _PATCH, "width": _PATCH}
 _ROW_TOKENS = ("</s>", "[IMG]", "[IMG_BREAK]", "[IMG_END]", "[INST]", "[/INST]")
@@ -197,31 +195,14 @@ def save_llava(folder: Path, kind: Kind) -> None:
     made.save_pretrained(str(folder), selected_adapters=[ADAPTER])
 
 
-class LlavaOracle:
-    """transformers and PEFT on the saved folder, in float32."""
-
+class LlavaOracle(ChatOracle):
     def __init__(self, folder: Path, kind: Kind) -> None:
-        base = kind.model.from_pretrained(folder / "base", dtype="float32")
-        self.model: Any = PeftModel.from_pretrained(base, folder / ADAPTER, adapter_name=ADAPTER)
-        self.model.train(False)
-        self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "base")
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "base")
+        super().__init__(folder, kind.model, tokenizer, (IMAGE,))
         self._kind = kind
 
-    def chat(self, content: Sequence[dict[str, Any]]) -> str:
-        """The prompt of a user's message."""
-        messages: Any = [{"role": "user", "content": content}]
-        text: Any = self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
-        )
-        return str(text)
-
-    @torch.inference_mode()
-    def answer(
-        self, prompt: str, files: Sequence[bytes], *, adapted: bool, most: int
-    ) -> tuple[list[int], list[int]]:
-        """Ids of the prompt and of the greedy answer."""
-        seen = [ImageOps.exif_transpose(Image.open(io.BytesIO(data))) for data in files]
-        inputs = dict(self._kind.processor(seen, return_tensors="pt")) if files else {}
+    def inputs(self, prompt: str, seen: list[Image.Image]) -> dict[str, Any]:
+        inputs = dict(self._kind.processor(seen, return_tensors="pt")) if seen else {}
         before, *behind = prompt.split(self._kind.tokens[1])
         for number, part in enumerate(behind):
             before += self._kind.expand(inputs, number) + part
@@ -230,6 +211,4 @@ class LlavaOracle:
             inputs["mm_token_type_ids"] = (ids == IMAGE).long()
         for name in ("rows", "cols", "num_patches"):  # of the text alone
             inputs.pop(name, None)
-        options: dict[str, Any] = {"max_new_tokens": most, "do_sample": False, "pad_token_id": 0}
-        options |= {"bad_words_ids": [[IMAGE]], "input_ids": ids, **inputs}
-        return ids[0].tolist(), answer_of(self.model, ADAPTER if adapted else None, options)
+        return {**inputs, "input_ids": ids}

@@ -68,7 +68,16 @@ VISION: dict[str, Any] = {
     "patch_size": PATCH,
     "initializer_range": 0.15,
 }
-ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+_ENCODER: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_attention_heads": 2,
+    "patch_size": PATCH,
+    "initializer_range": 0.15,
+}
+_TURNED = {"rope_type": "default", "rope_theta": 1e4}
+ROPE = {**_TURNED, "mrope_section": [2, 3, 3]}
 LORA: dict[str, Any] = {
     "one": {"r": 3, "target_modules": r".*(language|text)_model.*(q_proj|v_proj)"},
     "two": {"r": 4, "lora_alpha": 4, "target_modules": r".*(language|text)_model.*_proj(_[a-z]+)?"},
@@ -97,15 +106,10 @@ def qwen25(**text: Any) -> Qwen2_5_VLConfig:
 
 
 def llava(strategy: Literal["default", "full"], kind: str = "clip", **text: Any) -> LlavaConfig:
-    vision = {key: VISION[key] for key in ("hidden_size", "intermediate_size", "patch_size")}
-    vision |= {
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "image_size": 4 * PATCH + (kind != "clip"),
-    }
-    vision |= {"model_type": f"{kind}_vision_model", "initializer_range": 0.15}
+    vision = {**_ENCODER, "image_size": 4 * PATCH + (kind != "clip")}
+    vision |= {"model_type": f"{kind}_vision_model"}
     # The sections are of other kinds.
-    text |= {"model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    text |= {"model_type": "llama", "rope_parameters": _TURNED}
     return LlavaConfig(
         text_config=text,
         vision_config=vision,
@@ -124,14 +128,11 @@ def llava_next(kind: str = "clip", **text: Any) -> LlavaNextConfig:
 
 
 def pixtral(config: Any, **text: Any) -> Any:
-    vision = {key: VISION[key] for key in ("hidden_size", "intermediate_size", "patch_size")}
-    vision |= {"num_hidden_layers": 3, "num_attention_heads": 2, "initializer_range": 0.15}
-    text |= {"model_type": "mistral", "sliding_window": None}
-    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}
+    text |= {"model_type": "mistral", "sliding_window": None, "rope_parameters": _TURNED}
     beside = {"vision_feature_select_strategy": "full"} if config is LlavaConfig else {}
     return config(
         text_config=text,
-        vision_config={**vision, "model_type": "pixtral"},
+        vision_config={**_ENCODER, "model_type": "pixtral"},
         image_token_index=TOKEN,
         vision_feature_layer=-1,
         tie_word_embeddings=False,
@@ -140,9 +141,7 @@ def pixtral(config: Any, **text: Any) -> Any:
 
 
 def gemma3(**text: Any) -> Gemma3Config:
-    vision = {key: VISION[key] for key in ("hidden_size", "intermediate_size", "patch_size")}
-    vision |= {"num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 8 * PATCH}
-    vision |= {"model_type": "siglip_vision_model", "initializer_range": 0.15}
+    vision = {**_ENCODER, "image_size": 8 * PATCH, "model_type": "siglip_vision_model"}
     del text["rope_parameters"]
     text = {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 16} | text
     layers = text["num_hidden_layers"]
@@ -157,12 +156,21 @@ def gemma3(**text: Any) -> Gemma3Config:
     )
 
 
+_GEMMA4_IDS: dict[str, Any] = {
+    "audio_config": None,
+    "image_token_id": TOKEN,
+    "video_token_id": VIDEO,
+    "audio_token_id": AUDIO,
+    "boi_token_id": OPENS,
+    "eoi_token_id": CLOSES,
+}
+
+
 def gemma4(vision: Mapping[str, Any], shared: int = 0, **text: Any) -> Gemma4Config:
     """vision: further values of the encoder's. shared: last layers that read keys of others."""
     del text["rope_parameters"]
-    sizes = {key: VISION[key] for key in ("hidden_size", "intermediate_size", "patch_size")}
-    sizes |= {"num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 2}
-    sizes |= {"head_dim": 12, "pooling_kernel_size": 2, "position_embedding_size": 2240}
+    sizes = {**_ENCODER, "num_key_value_heads": 2, "head_dim": 12}
+    sizes |= {"pooling_kernel_size": 2, "position_embedding_size": 2240}
     kinds = ["sliding_attention", "full_attention", "full_attention"]
     if shared:
         kinds = ["sliding_attention", "full_attention"] * 2
@@ -182,13 +190,8 @@ def gemma4(vision: Mapping[str, Any], shared: int = 0, **text: Any) -> Gemma4Con
     } | text
     return Gemma4Config(
         text_config=text,
-        vision_config={**sizes, "initializer_range": 0.15, **vision},
-        audio_config=None,
-        image_token_id=TOKEN,
-        video_token_id=VIDEO,
-        audio_token_id=AUDIO,
-        boi_token_id=OPENS,
-        eoi_token_id=CLOSES,
+        vision_config={**sizes, **vision},
+        **_GEMMA4_IDS,
     )
 
 
@@ -204,12 +207,7 @@ def unified(**text: Any) -> Gemma4UnifiedConfig:
     return Gemma4UnifiedConfig(
         text_config=text,
         vision_config=vision,
-        audio_config=None,
-        image_token_id=TOKEN,
-        video_token_id=VIDEO,
-        audio_token_id=AUDIO,
-        boi_token_id=OPENS,
-        eoi_token_id=CLOSES,
+        **_GEMMA4_IDS,
     )
 
 
@@ -242,11 +240,9 @@ def qwen35_moe(**text: Any) -> Any:
 
 def tiled(config: Any, vision: dict[str, Any], **text: Any) -> Any:
     """A tile has four by four patches, and more pixels than those of its patches."""
-    text |= {"model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
-    own = {key: VISION[key] for key in ("hidden_size", "intermediate_size", "initializer_range")}
-    own |= {"num_hidden_layers": 3, "num_attention_heads": 2, "patch_size": PATCH, **vision}
+    text |= {"model_type": "llama", "rope_parameters": _TURNED}
     ids = {"image_token_id": TOKEN, "tie_word_embeddings": False}
-    return config(text_config=text, vision_config=own, **ids)
+    return config(text_config=text, vision_config={**_ENCODER, **vision}, **ids)
 
 
 _UNEVEN = {"image_size": 4 * PATCH + 1}

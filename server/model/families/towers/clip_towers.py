@@ -63,7 +63,6 @@ def clip_parts(fields: Fields, encoder: str) -> EncoderParts:
         unread=_UNREAD,
         tile=pixels // patch,
         pixels=pixels,
-        has_row=has_row,
     )
 
 

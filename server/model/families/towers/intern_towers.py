@@ -53,9 +53,7 @@ def intern_parts(fields: Fields) -> EncoderParts:
     )
     unread = (r"embeddings\.mask_token", r"layernorm\..+")
     layer = _layer(fields, sizes)
-    return EncoderParts(
-        sizes, embedding, layer, unread=unread, tile=tile, pixels=pixels, has_row=True
-    )
+    return EncoderParts(sizes, embedding, layer, unread=unread, tile=tile, pixels=pixels)
 
 
 def _one(value: Any) -> Any:

@@ -48,10 +48,11 @@ def read_llava(config: Mapping[str, Any], text: ModelSpec, fields: Fields) -> Pi
     if token_id is None or layer is None or strategy not in _STRATEGIES.get(encoder, ()):
         return None
     parts = pixtral_parts(fields) if encoder == PIXTRAL else clip_parts(fields, encoder)
-    added = int(parts.has_row and strategy == _FULL)
+    has_row = bool(parts.embedding.first)
+    added = int(has_row and strategy == _FULL)
     bias = config.get("multimodal_projector_bias") is not False
     merger = _projector(config, parts.sizes.hidden, text, fields, bias=bias)
-    merger = replace(merger, reads_stream=True, skipped=parts.has_row - added)
+    merger = replace(merger, reads_stream=True, skipped=has_row - added)
     norm = NormSpec("post_layernorm", parts.sizes.hidden, 1.0, kind="layer", has_weight=False)
     model = _tower(parts, layer, norm, merger, text, fields)
     form = PictureForm(added=added, tile=parts.tile)

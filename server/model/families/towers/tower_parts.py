@@ -23,8 +23,7 @@ COLOURS = 3
 class EncoderParts(NamedTuple):
     """An encoder as `config.json` says it. layer: each of `sizes.layers`. unread: expressions of
     names, as of ModelSpec. tile, pixels: a side of every picture, in patches and in pixels; 0 =
-    there may be any number. has_row: a row lies before the patches. splits, path: as of
-    PictureSpec."""
+    there may be any number. splits, path: as of PictureSpec."""
 
     sizes: family.ModelSizes
     embedding: PatchSpec
@@ -32,7 +31,6 @@ class EncoderParts(NamedTuple):
     unread: tuple[str, ...] = ()
     tile: int = 0
     pixels: int = 0
-    has_row: bool = False
     splits: bool = False
     path: str = "vision_tower.encoder.layers"
 

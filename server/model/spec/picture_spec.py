@@ -84,19 +84,18 @@ class PoolSpec(msgspec.Struct, frozen=True):
 
 
 class MergerSpec(HeadSpec, frozen=True, kw_only=True):
-    """A head that makes one token of `side * side` normed patches: `linear(activation(first(x)))`
-    of their features one behind the other, or of what `pool` makes of them. first: None =
-    `linear(x)`. norm: of all features of a token's patches together. reads_stream: patches are as
-    the last layer leaves them, without a norm. skipped: rows before those of patches that make no
-    token. joined: a product before `first`; the features of a token's patches come one by one
-    there, each of all patches. newline: the tensor of a token behind each line of a TiledForm; "" =
-    there is none. deep: mergers of earlier layers, in their order."""
+    """A head that makes one token of a square of normed patches, whose side the form of pictures
+    has: `linear(activation(first(x)))` of their features one behind the other, or of what `pool`
+    makes of them. first: None = `linear(x)`. norm: of all features of a token's patches together.
+    reads_stream: patches are as the last layer leaves them, without a norm. skipped: rows before
+    those of patches that make no token. joined: a product before `first`; the features of a token's
+    patches come one by one there, each of all patches. newline: the tensor of a token behind each
+    line of a TiledForm; "" = there is none. deep: mergers of earlier layers, in their order."""
 
     first: LinearSpec | None = None
     pool: PoolSpec | None = None
     norm: NormSpec | None = None
     activation: Activation = "gelu"
-    side: int = 2
     reads_stream: bool = False
     skipped: int = 0
     joined: LinearSpec | None = None

@@ -120,7 +120,7 @@ class Tower:
         if merger.pool is not None and self._weights.pool is not None:
             by_token = self._pooled(by_token, merger.pool, self._weights.pool)
         if joined is not None:
-            by_feature = by_token.unflatten(1, (merger.side**2, -1)).transpose(1, 2).flatten(1)
+            by_feature = by_token.unflatten(1, (form.side**2, -1)).transpose(1, 2).flatten(1)
             by_token = self._ops.linear(by_feature, joined, of_tokens, self._sites.mergers[0])
         if self._weights.norm is not None:
             by_token = self._ops.norm(by_token, self._weights.norm)

@@ -101,7 +101,7 @@ class TowerOps(TorchProducts):
         self._before = int(bool(pictures.embedding.first))
         # Products of a layer take about 24 * hidden_size**2 operations a row, attention to a row
         # takes 4 * hidden_size.
-        self._sizes = WorkSizes(chunk, 6 * of, pictures.merger.side, pictures.window)
+        self._sizes = WorkSizes(chunk, 6 * of, pictures.form.side, pictures.window)
 
     def attention(self, layer: int) -> AttentionSpec:
         return self._spec.tower.layers[layer].attention
@@ -128,7 +128,7 @@ class TowerOps(TorchProducts):
 
     def plan(self, parts: Sequence[TowerPart]) -> TowerPlan:
         """Prepare the attention of parts of pictures that pass together."""
-        side = self._spec.merger.side
+        side = self._spec.form.side
         found = [patch_places((1, part.height, part.width), side) for part in parts]
         places = to_device(np.concatenate(found, axis=1), self._device)
         work = plan_work(parts, self._sizes)
@@ -170,11 +170,11 @@ class TowerOps(TorchProducts):
 
     def places(self, grid: Grid) -> torch.Tensor:
         """Row and column of each patch of a picture, int64 `[2, patches]`."""
-        return to_device(patch_places(grid, self._spec.merger.side), self._device)
+        return to_device(patch_places(grid, self._spec.form.side), self._device)
 
     def between(self, table: torch.Tensor, grid: Grid) -> torch.Tensor:
         """Vectors of patches' places, float32 `[patches, hidden]`. table: `[positions, hidden]`."""
-        taps = table_taps(grid, self._spec.merger.side, isqrt(len(table)))
+        taps = table_taps(grid, self._spec.form.side, isqrt(len(table)))
         rows, factors = (to_device(each, self._device) for each in taps)
         found = table[rows[0]] * factors[0, :, None]
         for row, factor in zip(rows[1:], factors[1:], strict=True):

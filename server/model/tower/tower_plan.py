@@ -75,7 +75,7 @@ class TowerPart(NamedTuple):
 
 class WorkSizes(NamedTuple):
     """chunk: rows that go through a layer at once. even: with so many rows to see, a row attends
-    for as long as it is multiplied. side, window: as of PictureSpec."""
+    for as long as it is multiplied. side: as of PictureForm. window: as of PictureSpec."""
 
     chunk: int
     even: int

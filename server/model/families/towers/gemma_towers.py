@@ -86,7 +86,7 @@ def read_gemma3(config: Mapping[str, Any], text: ModelSpec, fields: Fields) -> P
     part = Part(f"{projector}.mm_input_projection", text.hidden_size)
     product = LinearSpec("lm_head", sizes.hidden, (part,), "none", transposed=True)
     side = patches // tokens_a_side
-    merger = MergerSpec(product, tied=False, pool=PoolSpec(norm), side=side)
+    merger = MergerSpec(product, tied=False, pool=PoolSpec(norm))
     layers, last = (parts.layer,) * sizes.layers, family.layer_norm("post_layernorm", sizes)
     return PictureSpec(
         tower(text, parts.embedding, layers, last, merger, "|".join(parts.unread)),
@@ -124,7 +124,6 @@ def read_gemma4(config: Mapping[str, Any], text: ModelSpec, fields: Fields) -> P
         LinearSpec("lm_head", sizes.hidden, (part,), "none"),
         tied=False,
         pool=PoolSpec(norm, sizes.hidden**0.5, *tensors),
-        side=side,
         reads_stream=True,
     )
     layers = (_gemma4_layer(fields, sizes),) * sizes.layers
@@ -174,7 +173,7 @@ def read_unified(config: Mapping[str, Any], text: ModelSpec, fields: Fields) -> 
     norm = NormSpec("", hidden, epsilon, has_weight=False)
     part = Part(f"embed_vision.{_PROJECTION}", text.hidden_size)
     product = LinearSpec("lm_head", hidden, (part,), "none")
-    merger = MergerSpec(product, tied=False, norm=norm, side=1, reads_stream=True)
+    merger = MergerSpec(product, tied=False, norm=norm, reads_stream=True)
     model = replace(tower(text, embedding, (), norm, merger, "-"), stored_names=_UNIFIED_TENSORS)
     table = config.get("text_config") or config
     joins = table.get("use_bidirectional_attention", "vision") == "vision"

@@ -104,7 +104,7 @@ def read_mistral3(config: Mapping[str, Any], text: ModelSpec, fields: Fields) ->
     joined = LinearSpec("lm_head", hidden * side**2, (Part(name, hidden),), "none")
     bias = config.get("multimodal_projector_bias", False) is not False
     merger = _projector(config, hidden, text, fields, bias=bias)
-    merger = replace(merger, joined=joined, side=side)
+    merger = replace(merger, joined=joined)
     norm = NormSpec(f"{_PROJECTOR}.norm", hidden, text.norm.epsilon)
     model = _tower(parts, layer, norm, merger, text, fields)
     form = PictureForm(side)
@@ -125,7 +125,7 @@ def read_idefics3(config: Mapping[str, Any], text: ModelSpec, fields: Fields) ->
     product = LinearSpec("lm_head", parts.sizes.hidden * side**2, (part,), "none")
     parts = parts._replace(embedding=replace(parts.embedding, by_fraction=True))
     norm = family.layer_norm("post_layernorm", parts.sizes)
-    merger = MergerSpec(product, tied=False, side=side)
+    merger = MergerSpec(product, tied=False)
     model = _tower(parts, parts.sizes.layers, norm, merger, text, fields)
     form = StretchedForm(side=side, tile=parts.tile)
     path = "vision_model.encoder.layers"
@@ -148,7 +148,6 @@ def read_internvl(config: Mapping[str, Any], text: ModelSpec, fields: Fields) ->
     merger = replace(
         _projector(config, merged, text, fields),
         norm=NormSpec(f"{_PROJECTOR}.layer_norm", merged, _EPSILON, kind="layer", bias=True),
-        side=side,
         reads_stream=layer != -1 or fields.config.get("use_mean_pooling") is not False,
         skipped=1,
     )
@@ -188,7 +187,7 @@ def _projector(
     first, last = products(text, names, inputs, text.hidden_size, bias=bias)
     key = "projector_hidden_act"
     activation = family.read_activation(fields, key, config.get(key, "gelu"))
-    return MergerSpec(last, tied=False, first=first, activation=activation, side=1)
+    return MergerSpec(last, tied=False, first=first, activation=activation)
 
 
 def _tower(

@@ -90,12 +90,13 @@ class _Encoder(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """A type's encoder. usual: values where `config.json` has none. sections: such numbers of pairs
-    of a head's features that turn by time, by height and by width. takes_turns: the first pairs
-    turn by each in turn; else one section lies behind the other. token_id: of the placeholder."""
+    """A type's encoder. usual: values where `config.json` has none. read: takes the side of a
+    square of patches that becomes a token. sections: such numbers of pairs of a head's features
+    that turn by time, by height and by width. takes_turns: the first pairs turn by each in turn;
+    else one section lies behind the other. token_id: of the placeholder."""
 
     usual: Mapping[str, Any]
-    read: Callable[[Fields, ModelSpec], _Encoder]
+    read: Callable[[Fields, ModelSpec, int], _Encoder]
     sections: tuple[int, int, int] = (16, 24, 24)
     takes_turns: bool = False
     token_id: int = 151655
@@ -108,42 +109,43 @@ def _read_qwen(
     if token_id is None:
         return None
     fields = fields.changed(**{**kind.usual, **fields.config})
-    encoder = kind.read(fields, text)
+    side = fields.positive("spatial_merge_size")
+    encoder = kind.read(fields, text, side)
     return PictureSpec(
         tower=_tower(fields, encoder, text),
         token_id=token_id,
-        form=PictureForm(side=encoder.merger.side),
+        form=PictureForm(side=side),
         window=encoder.window,
         axes=_axes(config, text, fields, kind),
         path="visual.blocks",
     )
 
 
-def _qwen2_encoder(fields: Fields, text: ModelSpec) -> _Encoder:
+def _qwen2_encoder(fields: Fields, text: ModelSpec, side: int) -> _Encoder:
     """Qwen2-VL: LayerNorms, MLPs without gate, rotation by height and width."""
     inner = fields.positive("embed_dim") * fields.positive("mlp_ratio")
     sizes = _sizes(fields, "embed_dim", inner)
     names = family.LayerNames(("attn.qkv",), "attn.proj", "mlp.fc1", "mlp.fc2")
     layers = (plain_layer(sizes, _rope(fields), names, "norm"),) * sizes.layers
-    merger = _merger(fields, "hidden_size", sizes, text, ("merger.mlp.0", "merger.mlp.2"))
+    merger = _merger(fields, "hidden_size", sizes, text, side, ("merger.mlp.0", "merger.mlp.2"))
     return _Encoder(sizes, layers, family.layer_norm("merger.ln_q", sizes), merger)
 
 
-def _qwen25_encoder(fields: Fields, text: ModelSpec) -> _Encoder:
+def _qwen25_encoder(fields: Fields, text: ModelSpec, side: int) -> _Encoder:
     """Qwen2.5-VL: windows but for a few layers, RMS norms, gated MLPs, rotation by height and
     width.
     """
     fields.only("hidden_act", "silu")
     sizes = _sizes(fields, "hidden_size", fields.positive("intermediate_size"))
-    merger = _merger(fields, "out_hidden_size", sizes, text, ("merger.mlp.0", "merger.mlp.2"))
-    window = fields.positive("window_size") // merger.side // fields.positive("patch_size")
+    merger = _merger(fields, "out_hidden_size", sizes, text, side, ("merger.mlp.0", "merger.mlp.2"))
+    window = fields.positive("window_size") // side // fields.positive("patch_size")
     if not window:
         fields.refuse("window_size must hold a token")
     whole = fields.config["fullatt_block_indexes"]
     if not isinstance(whole, list) or not all(type(index) is int for index in whole):
         fields.refuse(f"fullatt_block_indexes must be a list of layers, got {whole!r}")
         whole = []
-    patches = (window * merger.side) ** 2
+    patches = (window * side) ** 2
     rope = _rope(fields)
     windows = (None if n in whole else patches for n in range(sizes.layers))
     layers = (_windowed_layer(sizes, rope, window) for window in windows)
@@ -151,13 +153,13 @@ def _qwen25_encoder(fields: Fields, text: ModelSpec) -> _Encoder:
     return _Encoder(sizes, tuple(layers), norm, merger, window)
 
 
-def _qwen3_encoder(fields: Fields, text: ModelSpec) -> _Encoder:
+def _qwen3_encoder(fields: Fields, text: ModelSpec, side: int) -> _Encoder:
     """Qwen3-VL: as Qwen2-VL, with a table of positions and deep mergers. Qwen3.5 has none."""
     sizes = _sizes(fields, "hidden_size", fields.positive("intermediate_size"))
     names = family.LayerNames(("attn.qkv",), "attn.proj", "mlp.linear_fc1", "mlp.linear_fc2")
     layers = (plain_layer(sizes, _rope(fields), names, "norm"),) * sizes.layers
-    merger = _merger(fields, "out_hidden_size", sizes, text, _fcs("merger"))
-    merger = replace(merger, deep=_deep(fields, merger, sizes, text))
+    merger = _merger(fields, "out_hidden_size", sizes, text, side, _fcs("merger"))
+    merger = replace(merger, deep=_deep(fields, side, sizes, text))
     positions = PositionTable("pos_embed", fields.positive("num_position_embeddings"))
     norm = family.layer_norm("merger.norm", sizes)
     return _Encoder(sizes, layers, norm, merger, positions=positions, bias=True)
@@ -168,7 +170,7 @@ def _fcs(path: str) -> tuple[str, str]:
 
 
 def _deep(
-    fields: Fields, merger: MergerSpec, sizes: family.ModelSizes, text: ModelSpec
+    fields: Fields, side: int, sizes: family.ModelSizes, text: ModelSpec
 ) -> tuple[DeepMergerSpec, ...]:
     layers = fields.config["deepstack_visual_indexes"]
     known = isinstance(layers, list) and all(type(n) is int for n in layers)
@@ -177,7 +179,7 @@ def _deep(
         return ()
     if len(layers) >= text.num_layers:
         fields.refuse(f"deepstack_visual_indexes: the text part has {text.num_layers} layers")
-    merged, found = sizes.hidden * merger.side**2, []
+    merged, found = sizes.hidden * side**2, []
     for number, layer in enumerate(layers):
         path = f"deepstack_merger_list.{number}"
         norm = NormSpec(f"{path}.norm", merged, _EPSILON, kind="layer", bias=True)
@@ -215,15 +217,19 @@ def _windowed_layer(sizes: family.ModelSizes, rope: RopeSpec, window: int | None
 
 
 def _merger(
-    fields: Fields, width: str, sizes: family.ModelSizes, text: ModelSpec, names: tuple[str, str]
+    fields: Fields,
+    width: str,
+    sizes: family.ModelSizes,
+    text: ModelSpec,
+    side: int,
+    names: tuple[str, str],
 ) -> MergerSpec:
     """width: the key of what it gives. names: of its modules."""
     if fields.positive(width) != text.hidden_size:
         fields.refuse(f"{width} must be that of the text part, {text.hidden_size}")
-    side = fields.positive("spatial_merge_size")
     merged = sizes.hidden * side**2
     first, last = products(text, names, merged, merged)
-    return MergerSpec(last, tied=False, first=first, side=side)
+    return MergerSpec(last, tied=False, first=first)
 
 
 def _tower(fields: Fields, encoder: _Encoder, text: ModelSpec) -> ModelSpec:

@@ -102,7 +102,7 @@ def test_qwen25_of_seven_billion_parameters() -> None:
     assert pictures is not None
     assert (pictures.columns, pictures.window) == (1176, 4)
     assert pictures.axes == (0,) * 16 + (1,) * 24 + (2,) * 24
-    assert (pictures.token_id, pictures.merger.side) == (151655, 2)
+    assert (pictures.token_id, pictures.form.side) == (151655, 2)
     windows = pictures.tower.windows
     assert [layer for layer, window in enumerate(windows) if window is None] == [7, 15, 23, 31]
     assert set(windows) == {None, 64}

@@ -43,27 +43,19 @@ def clip_parts(fields: Fields, encoder: str) -> EncoderParts:
     has_row = encoder == CLIP
     sizes = clip_sizes(fields, is_whole=has_row)
     pixels, patch = fields.positive("image_size"), fields.positive("patch_size")
-    colours = fields.positive("num_channels", COLOURS)
-    rows = has_row + (pixels // patch) ** 2
+    colours, tile = fields.positive("num_channels", COLOURS), pixels // patch
     embedding = PatchSpec(
         "embeddings.patch_embedding",
         colours * patch**2,
         sizes.hidden,
-        positions=PositionTable("embeddings.position_embedding", rows),
+        positions=PositionTable("embeddings.position_embedding", has_row + tile**2),
         norm=family.layer_norm("pre_layrnorm", sizes) if has_row else None,
         kernel=(colours, patch, patch),
         bias=not has_row,
         first="embeddings.class_embedding" if has_row else "",
     )
     layer = plain_layer(sizes, None, _CLIP_NAMES, "layer_norm")
-    return EncoderParts(
-        sizes,
-        embedding,
-        layer,
-        unread=_UNREAD,
-        tile=pixels // patch,
-        pixels=pixels,
-    )
+    return EncoderParts(sizes, embedding, layer, unread=_UNREAD, tile=tile, pixels=pixels)
 
 
 def clip_sizes(fields: Fields, *, is_whole: bool) -> family.ModelSizes:

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from loraplex.server.model.families import family
 from loraplex.server.model.families.fields import Fields
-from loraplex.server.model.families.towers.tower_parts import COLOURS, EncoderParts
+from loraplex.server.model.families.towers.tower_parts import COLOURS, EncoderParts, turned_sizes
 from loraplex.server.model.spec.model_spec import LayerSpec, NormSpec, RopeSpec
 from loraplex.server.model.spec.picture_spec import PatchSpec
 
@@ -29,20 +29,15 @@ def pixtral_parts(fields: Fields) -> EncoderParts:
     height and width, whose frequencies take turns.
     """
     fields = fields.changed(**{**_USUAL, **fields.config})
-    hidden, inner, layers, heads, patch = (fields.positive(key) for key in [*_USUAL][:5])
-    if hidden % (4 * heads):
-        fields.refuse("hidden_size must be a multiple of 4 * num_attention_heads")
-        heads = 1
-    fields.only("head_dim", hidden // heads)
-    activation = family.read_activation(fields, "hidden_act", fields.config["hidden_act"])
-    shape = (inner, layers, heads, heads, hidden // heads)
-    sizes = family.ModelSizes(1, hidden, *shape, 1, _EPSILON, is_sound=True, activation=activation)
-    colours = fields.positive("num_channels", COLOURS)
+    keys = "hidden_size", "num_attention_heads", "num_hidden_layers"
+    sizes = turned_sizes(fields, keys, fields.positive("intermediate_size"), _EPSILON)
+    fields.only("head_dim", sizes.head_dim)
+    colours, patch = fields.positive("num_channels", COLOURS), fields.positive("patch_size")
     embedding = PatchSpec(
         "patch_conv",
         colours * patch**2,
-        hidden,
-        norm=NormSpec("ln_pre", hidden, _EPSILON),
+        sizes.hidden,
+        norm=NormSpec("ln_pre", sizes.hidden, _EPSILON),
         kernel=(colours, patch, patch),
     )
     return EncoderParts(sizes, embedding, _layer(sizes, _rope(fields)), splits=True, path=_LAYERS)

@@ -16,6 +16,7 @@ from loraplex.server.model.families.towers.tower_parts import (
     plain_layer,
     products,
     tower,
+    turned_sizes,
 )
 from loraplex.server.model.spec.model_spec import (
     LayerSpec,
@@ -33,6 +34,8 @@ from loraplex.server.model.spec.picture_spec import (
 from loraplex.server.protocol import PictureForm
 
 _EPSILON = 1e-6
+# Of heads and of layers.
+_KEYS = "num_heads", "depth"
 _ROPES = ("rope_scaling", "rope_parameters")
 _THETA = 10_000.0
 # What transformers' classes say where `config.json` says nothing.
@@ -124,7 +127,7 @@ def _read_qwen(
 def _qwen2_encoder(fields: Fields, text: ModelSpec, side: int) -> _Encoder:
     """Qwen2-VL: LayerNorms, MLPs without gate, rotation by height and width."""
     inner = fields.positive("embed_dim") * fields.positive("mlp_ratio")
-    sizes = _sizes(fields, "embed_dim", inner)
+    sizes = turned_sizes(fields, ("embed_dim", *_KEYS), inner, _EPSILON)
     names = family.LayerNames(("attn.qkv",), "attn.proj", "mlp.fc1", "mlp.fc2")
     layers = (plain_layer(sizes, _rope(fields), names, "norm"),) * sizes.layers
     merger = _merger(fields, "hidden_size", sizes, text, side, ("merger.mlp.0", "merger.mlp.2"))
@@ -136,7 +139,8 @@ def _qwen25_encoder(fields: Fields, text: ModelSpec, side: int) -> _Encoder:
     width.
     """
     fields.only("hidden_act", "silu")
-    sizes = _sizes(fields, "hidden_size", fields.positive("intermediate_size"))
+    inner = fields.positive("intermediate_size")
+    sizes = turned_sizes(fields, ("hidden_size", *_KEYS), inner, _EPSILON)
     merger = _merger(fields, "out_hidden_size", sizes, text, side, ("merger.mlp.0", "merger.mlp.2"))
     window = fields.positive("window_size") // side // fields.positive("patch_size")
     if not window:
@@ -155,7 +159,8 @@ def _qwen25_encoder(fields: Fields, text: ModelSpec, side: int) -> _Encoder:
 
 def _qwen3_encoder(fields: Fields, text: ModelSpec, side: int) -> _Encoder:
     """Qwen3-VL: as Qwen2-VL, with a table of positions and deep mergers. Qwen3.5 has none."""
-    sizes = _sizes(fields, "hidden_size", fields.positive("intermediate_size"))
+    inner = fields.positive("intermediate_size")
+    sizes = turned_sizes(fields, ("hidden_size", *_KEYS), inner, _EPSILON)
     names = family.LayerNames(("attn.qkv",), "attn.proj", "mlp.linear_fc1", "mlp.linear_fc2")
     layers = (plain_layer(sizes, _rope(fields), names, "norm"),) * sizes.layers
     merger = _merger(fields, "out_hidden_size", sizes, text, side, _fcs("merger"))
@@ -185,17 +190,6 @@ def _deep(
         norm = NormSpec(f"{path}.norm", merged, _EPSILON, kind="layer", bias=True)
         found.append(DeepMergerSpec(layer, norm, *products(text, _fcs(path), merged, merged)))
     return tuple(found)
-
-
-def _sizes(fields: Fields, width: str, inner: int) -> family.ModelSizes:
-    """width: the key of the stream's."""
-    heads, hidden, layers = (fields.positive(key) for key in ("num_heads", width, "depth"))
-    if hidden % (4 * heads):
-        fields.refuse(f"{width} must be a multiple of 4 * num_heads")
-        heads = 1
-    shape = (inner, layers, heads, heads, hidden // heads)
-    activation = family.read_activation(fields, "hidden_act", fields.config["hidden_act"])
-    return family.ModelSizes(1, hidden, *shape, 1, _EPSILON, is_sound=True, activation=activation)
 
 
 def _rope(fields: Fields) -> RopeSpec:

@@ -76,6 +76,20 @@ def tower(
     )
 
 
+def turned_sizes(
+    fields: Fields, keys: tuple[str, str, str], inner: int, epsilon: float
+) -> family.ModelSizes:
+    """Read the sizes of an encoder whose heads turn by height and width. keys: of the numbers of
+    features, of heads and of layers. inner: features within an MLP."""
+    hidden, heads, layers = map(fields.positive, keys)
+    if hidden % (4 * heads):
+        fields.refuse(f"{keys[0]} must be a multiple of 4 * {keys[1]}")
+        heads = 1
+    shape = (inner, layers, heads, heads, hidden // heads)
+    activation = family.read_activation(fields, "hidden_act", fields.config["hidden_act"])
+    return family.ModelSizes(1, hidden, *shape, 1, epsilon, is_sound=True, activation=activation)
+
+
 def plain_layer(
     sizes: family.ModelSizes, rope: RopeSpec | None, names: family.LayerNames, norm: str
 ) -> LayerSpec:

@@ -170,8 +170,8 @@ def _prepare(config: WorkerConfig, device: ChosenDevice, model: ModelFolder) -> 
     root = _root(config, model)
     listed = tuple(dict.fromkeys([*config.model_names, root]))
     card = msgspec.structs.replace(card, listed=listed, root=root)
-    if not config.picture_memory:
-        card = msgspec.structs.replace(card, vision=None, blind=card.blind or _NO_PICTURES)
+    if card.vision is not None and not config.picture_memory:
+        card = msgspec.structs.replace(card, vision=None, blind=_NO_PICTURES)
     for remark in card.remarks:
         log.warning("%s", remark)
     if quantised is not None:

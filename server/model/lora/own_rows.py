@@ -158,8 +158,9 @@ def own_logits(
     for segment in segments:
         rows, begin, end = segment.by_site.get(site), segment.begin, segment.end
         if rows is not None:
-            for first in range(begin, end, 1 if one_by_one else end - begin):
-                part = slice(first, first + 1 if one_by_one else end)
+            at_once = 1 if one_by_one else end - begin
+            for first in range(begin, end, at_once):
+                part = slice(first, first + at_once)
                 rows.logits(x[part], y[part])
 
 

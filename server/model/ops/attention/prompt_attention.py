@@ -74,19 +74,16 @@ class TiledPrompts:
             group = of.num_heads // of.num_kv_heads
             self._shape = tile_shape(group, of.head_dim, capability, of_decodes=of_decodes)
         self._rules = {number: score_rule(of, self._device) for number, of in layers.items()}
-        self._captured, self._most_prompts = captured is not None, MAX_PROMPTS
-        room = 0
-        if captured is not None:
-            self._most_prompts = captured.prompts
-            room = self._most_tiles(captured.tokens)
+        self._captured = captured
+        room = 0 if captured is None else self._most_tiles(captured, captured.tokens)
         self._tiles = torch.zeros(room, TILE_COLUMNS, dtype=torch.int32, device=self._device)
         self._lasts: torch.Tensor | None = None
         self._joining = {number for number, of in layers.items() if of.joins_pictures}
         self._page_table = torch.zeros(0, 0, 0, dtype=torch.int64, device=self._device)
 
-    def _most_tiles(self, tokens: int) -> int:
+    def _most_tiles(self, captured: PromptRoom, tokens: int) -> int:
         """The most tiles that a captured step of so many tokens has."""
-        return max_tiles(tokens, self._most_prompts, self._shape)
+        return max_tiles(tokens, captured.prompts, self._shape)
 
     def plan(self, layout: StepLayout) -> None:
         """Prepare the attention of a step, as `PromptAttention.plan` does."""
@@ -96,7 +93,7 @@ class TiledPrompts:
         if layout.lasts is not None and self._joining:
             of_prompts = layout.lasts[layout.num_decodes :].astype(np.int32)
             self._lasts = to_device(of_prompts, self._device)
-        if self._captured:  # what pads has no tokens
+        if self._captured is not None:  # what pads has no tokens
             tiles = np.pad(tiles, ((0, len(self._tiles) - len(tiles)), (0, 0)))
             self._tiles.copy_(to_device(tiles, self._device))
         else:
@@ -107,8 +104,8 @@ class TiledPrompts:
     ) -> None:
         """Compute one layer's attention, as `PromptAttention.run` does."""
         tiles = self._tiles
-        if self._captured:
-            tiles = tiles[: self._most_tiles(len(q))]
+        if self._captured is not None:
+            tiles = tiles[: self._most_tiles(self._captured, len(q))]
         page_table, rule = self._page_table[self._cache.groups.group(layer)], self._rules[layer]
         context = (page_table, tiles, self._shape)
         if self._is_latent:

@@ -28,7 +28,7 @@ ALL = (
     rf"{TEXT}|.*(visual\.blocks|vision_tower\..*layers)\.[0-9]+\..*(proj|qkv)\.weight"
     r"|.*(visual\.merger\.mlp\.[02]|multi_modal_projector\.[a-z_.0-9]*)(?<!norm)\.weight"
 )
-# A type, form, the tensors, and what published checkpoints leave out, as they name it.
+# A form -> fields of `quantization_config` by which published checkpoints leave modules out.
 LEFT_OUT: dict[str, dict[str, Any]] = {
     "awq": {"modules_to_not_convert": ["visual"]},
     "gptq": {"dynamic": {"-:.*visual.*": {}, r"-:.*vision_tower.*": {}}},

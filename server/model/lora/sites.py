@@ -189,11 +189,8 @@ class TowerSites(Sites):
 
     def split(self, layout: SlabLayout) -> tuple[SlabLayout, SlabLayout]:
         """Divide a layout into what changes the text part, and what changes the encoder."""
-        own = [site.layer >= self.first_layer for site in layout.sites]
-        text, mine = (
-            tuple(site for site, is_mine in zip(layout.sites, own, strict=True) if is_mine is which)
-            for which in (False, True)
-        )
+        text = tuple(site for site in layout.sites if site.layer < self.first_layer)
+        mine = tuple(site for site in layout.sites if site.layer >= self.first_layer)
         return replace(layout, sites=text), replace(layout, sites=mine, head=None, norms=None)
 
 

@@ -40,19 +40,23 @@ def stored_forms(model: ModelSpec, stored: Mapping[str, StoredTensor]) -> Stored
     if model.quantisation is None:
         return {}
     forms = {}
-    modules = {name.rpartition(".")[0]: each.name for name, each in stored.items()}
+    # Modules of an encoder of pictures have the file's names in a table of quantised weights.
+    is_tower = isinstance(model.embedding, PatchSpec)
+    named = (
+        {name.rpartition(".")[0]: each.name for name, each in stored.items()} if is_tower else {}
+    )
     for matrix in model.matrices():
-        form = model.quantisation.form(*_names(matrix.path, model, modules.get(matrix.path)))
+        form = model.quantisation.form(*_names(matrix.path, named.get(matrix.path)))
         if form is not None and _has_form(matrix.path, form, stored):
             forms[matrix.path] = _as_named(matrix.path, form, stored)
     return forms
 
 
-def _names(path: str, model: ModelSpec, stored: str | None) -> tuple[str, ...]:
-    """Names of a module in a table of quantised weights. Modules of an encoder of pictures have
-    those of the file there. stored: one of the module's tensors in the file; None = it has none.
+def _names(path: str, stored: str | None) -> tuple[str, ...]:
+    """Names of a module in a table of quantised weights. stored: one of the module's tensors, as
+    the file names it; None = the module has the name of its path.
     """
-    if stored is None or not isinstance(model.embedding, PatchSpec):
+    if stored is None:
         return (path,)
     module = stored.rpartition(".")[0].removeprefix("model.")
     return module, f"model.{module}"

@@ -138,6 +138,8 @@ def read_vision_card(
         raise ValueError(f"resample must be a filter of Pillow, got {shown(resample)}")
     if not all(std):
         raise ValueError(f"image_std is out of range: {std}")
+    # Where files do not say them, patches are squares of one frame that suit the tower.
+    patches = {"patch_size": math.isqrt(tower.columns // 3), "temporal_patch_size": 1}
     card = VisionCard(
         rule=processor.rule,
         resample=resample,
@@ -145,7 +147,7 @@ def read_vision_card(
         std=std,
         token_id=tower.token_id,
         form=tower.form,
-        **_sizes(given, tower, folder, token_to_id, encode),
+        **patches | _sizes(given, tower, folder, token_to_id, encode),
     )
     if card.columns != tower.columns:
         raise ValueError(
@@ -188,10 +190,8 @@ def _of_stretched(
     named = special_tokens(read_optional_json(folder / "tokenizer_config.json"))
     words = TileWords(read_optional_json(folder / FILES[0]), named, encode)
     if _kind(given) == _INTERNVL:
-        found = read_internvl(given, tower.form, tower.pixels, words)
-    else:
-        found = read_idefics3(given, tower.form, tower.pixels, tower.token_id, words)
-    return {"patch_size": math.isqrt(tower.columns // 3), "temporal_patch_size": 1, **found}
+        return read_internvl(given, tower.form, tower.pixels, words)
+    return read_idefics3(given, tower.form, tower.pixels, tower.token_id, words)
 
 
 def _of_qwen2(given: Mapping[str, Any], tower: TowerForm, folder: Path) -> dict[str, Any]:
@@ -228,7 +228,6 @@ def _of_gemma4(given: Mapping[str, Any], tower: TowerForm, folder: Path) -> dict
         raise ValueError(f"max_soft_tokens must be one of {_SOFT_TOKENS}, got {most}")
     return {
         "patch_size": patch,
-        "temporal_patch_size": 1,
         "max_pixels": most * (side * patch) ** 2,
         "before": (_id(config, "boi_token_id", 255999),),
         "after": (_id(config, "eoi_token_id", 258882),),
@@ -260,7 +259,7 @@ def _of_clip(given: Mapping[str, Any], tower: TowerForm, folder: Path) -> dict[s
         raise ValueError(f"{_KIND} needs a tower of pictures of one size")
     if bool(given.get("do_center_crop", crops)) is not crops:
         raise ValueError(f"do_center_crop must be {crops}")
-    side, patch = tower.pixels, math.isqrt(tower.columns // 3)
+    side = tower.pixels
     square, shortest = {"height": side, "width": side}, 0
     size = given.get("size", _CLIP_SIZE)
     if crops:
@@ -273,8 +272,6 @@ def _of_clip(given: Mapping[str, Any], tower: TowerForm, folder: Path) -> dict[s
     if shortest > _MOST_SHORTEST:
         raise ValueError(f"size must be at most {_MOST_SHORTEST}, got {shortest}")
     return {
-        "patch_size": patch,
-        "temporal_patch_size": 1,
         "shortest_edge": shortest,
         "crop_size": side,
         **(_of_gemma3(folder, tower) if _kind(given) == _GEMMA3 else {}),
@@ -291,11 +288,7 @@ def _of_tiles(given: Mapping[str, Any], tower: TowerForm, form: TiledForm) -> di
     padded = [[side * high, side * wide] for high, wide in form.tilings]
     if given.get(_PADDED) != padded:
         raise ValueError(f"{_PADDED} must be {padded}, got {shown(given.get(_PADDED))}")
-    return {
-        "patch_size": math.isqrt(tower.columns // 3),
-        "temporal_patch_size": 1,
-        "crop_size": side,
-    }
+    return {"crop_size": side}
 
 
 def _check_crop(given: Mapping[str, Any], side: int) -> None:
@@ -328,7 +321,6 @@ def _of_pixtral(
         raise ValueError(f"size is out of range: {longest}")
     return {
         "patch_size": _count(around, "patch_size", 16),
-        "temporal_patch_size": 1,
         "longest_edge": longest,
         "row_ends": tuple(ends),
     }

@@ -29,11 +29,15 @@ EXTENTS = 4
 
 
 class Disk:
-    """Slabs in a folder, with a gate to hold readers back."""
+    """Slabs in a folder, with a gate to hold readers back.
+
+    opened: digests that were asked for. held: digests whose file was open.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.opened: list[str] = []
+        self.held: list[str] = []
         self.gate = threading.Event()
         self.gate.set()
 
@@ -48,7 +52,9 @@ class Disk:
         path = self.folder / digest
         if not path.exists():
             raise AdapterError("not_found", f"no {digest}")
-        return SlabFile(path)
+        slab = SlabFile(path)
+        self.held.append(digest)
+        return slab
 
 
 @pytest.fixture
@@ -425,8 +431,7 @@ async def test_a_slab_that_leaves_the_disk_once_it_is_open_is_staged(
     disk.add("b")
     await tier.acquire("a")
     waiting = asyncio.create_task(tier.acquire("b"))
-    await until(lambda: "b" in disk.opened)
-    await turns(20)
+    await until(lambda: "b" in disk.held)
     (disk.folder / "b").unlink()
     tier.release("a")
     assert (await asyncio.wait_for(waiting, 240)).layout.digest == "b"

@@ -157,7 +157,7 @@ def read_vision_card(
 
 
 class _Files(NamedTuple):
-    """What there is to read of a processor. given: what its files say of pictures. token_to_id,
+    """Files of a processor, to be read. given: what its files say of pictures. token_to_id,
     encode: of the tokenizer."""
 
     folder: Path

@@ -219,13 +219,14 @@ def from_adapter_error(error: AdapterError, param: str | None = None) -> Request
     )
 
 
-def from_engine_error(code: ErrorCode, message: str) -> RequestError:
+def from_engine_error(code: ErrorCode, message: str, param: str | None = None) -> RequestError:
     """Makes the caller's error from the error of a worker about a sequence. A worker that blames a
-    field begins with its name.
+    field begins with its name. param: another place that is at fault.
     """
     cause, field = _OF_ENGINE[code], message.partition(": ")[0]
-    is_field = cause == "invalid" and field in _BLAMED
-    return RequestError(cause, message, param=field if is_field else None)
+    if cause == "invalid" and field in _BLAMED:
+        param = field
+    return RequestError(cause, message, param=param)
 
 
 def status_of(cause: Cause, dialect: Dialect) -> int:

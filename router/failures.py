@@ -24,15 +24,12 @@ class DeadlinePassed(Exception):
 
 
 class SequenceFailed(Exception):
-    """A worker ended the sequence in an error, or no worker could go on with it. param: the place
-    in the body that is at fault, where it is known.
-    """
+    """A worker ended the sequence in an error, or no worker could go on with it."""
 
-    def __init__(self, code: ErrorCode, message: str, param: str | None = None) -> None:
+    def __init__(self, code: ErrorCode, message: str) -> None:
         super().__init__(message)
         self.code: ErrorCode = code
         self.message = message
-        self.param = param
 
 
 class RequestQuarantined(Exception):
@@ -77,7 +74,7 @@ def request_error(error: Exception, api: Api) -> RequestError:
     if isinstance(error, AdapterError):
         return from_adapter_error(error, adapter_field(api))
     if isinstance(error, SequenceFailed):
-        return from_engine_error(error.code, error.message, error.param)
+        return from_engine_error(error.code, error.message)
     if isinstance(error, QueueFull):
         return RequestError("overloaded", error.message, retry_after_s=error.retry_after_s)
     if isinstance(error, NoWorker):

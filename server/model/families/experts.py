@@ -1,6 +1,6 @@
 """Layers of experts, as most families that have them spell these. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -10,7 +10,7 @@ from loraplex.server.model.families import family
 from loraplex.server.model.families.family import ModelSizes
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.spec.linear_spec import ExpertStorage, LinearSpec, Part
-from loraplex.server.model.spec.model_spec import FeedForward, LayerSpec, MlpSpec
+from loraplex.server.model.spec.model_spec import FeedForward, LayerSpec, MlpSpec, ModelSpec
 from loraplex.server.model.spec.moe_spec import MoeSpec, RouterRule
 
 # The least sum that weights of experts are divided by.
@@ -135,8 +135,20 @@ def shared(
     )
 
 
-def with_branches(layer: LayerSpec, branches: Sequence[FeedForward]) -> LayerSpec:
-    """Return the layer with these in the place of its last step's branches."""
+def with_experts(
+    model: ModelSpec, branches: Sequence[FeedForward], sparse: Collection[int] | None = None
+) -> ModelSpec:
+    """Return the model with these branches in the last step of some layers. sparse: numbers of
+    those; None = of all.
+    """
+    layers = [
+        layer if sparse is not None and number not in sparse else _ending(layer, branches)
+        for number, layer in enumerate(model.layers)
+    ]
+    return replace(model, layers=tuple(layers))
+
+
+def _ending(layer: LayerSpec, branches: Sequence[FeedForward]) -> LayerSpec:
     *others, feed = layer.steps
     return LayerSpec((*others, replace(feed, branches=tuple(branches))))
 

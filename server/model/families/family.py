@@ -4,8 +4,8 @@ The parts follow Llama: q, k, v, o, gate, up and down under the names that PEFT 
 rotary embedding. A family says what differs.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -84,13 +84,13 @@ _POSITIONS: dict[int, tuple[str, ...]] = {
 _MOST_LAYERS = 4096
 _EXTRA_LAYERS = "num_nextn_predict_layers"
 
-Reader = Callable[[Fields, Mapping[str, Any]], ModelSpec]
+Reader = Callable[[Fields], ModelSpec]
 
 
 class Family(NamedTuple):
     """Family of models, and how its configuration is read. architecture: the class that
-    `config.json` names. read: makes a ModelSpec of `config.json` and `generation_config.json`;
-    what is malformed or unsupported it refuses (`Fields.refuse`). quantised: the `quant_method`
+    `config.json` names. read: makes a ModelSpec of `config.json`; what is malformed or unsupported
+    it refuses (`Fields.refuse`). quantised: the `quant_method`
     of weights that are read. others: further classes that `config.json` may name.
     """
 
@@ -127,12 +127,15 @@ class NormPlaces(NamedTuple):
 
 
 class LayerNames(NamedTuple):
-    """Names of a layer's modules. qkv: one, or three."""
+    """Names of a layer's modules. qkv: one, or three. up: of the MLP's first matrix, gate and up or
+    both as one. norms: before attention and before the MLP.
+    """
 
     qkv: tuple[str, ...]
     o: str
-    up: str
+    up: tuple[str, ...]
     down: str
+    norms: tuple[str, str] = LLAMA_NORMS
 
 
 class ModelSizes(NamedTuple):
@@ -166,10 +169,12 @@ def read_sizes(
 ) -> ModelSizes:
     """Read the sizes of a model. kv_heads, head_dim, epsilon, activation: where `config.json` says
     nothing; None = as many as heads, `hidden / heads`, and an activation that the family reads.
+    Attention that is neither to earlier tokens nor to all is refused.
     """
-    before = len(fields.problems)
+    refuse_other_attention(fields)
+    own = Fields(fields.config)
     vocab, hidden, inner, layers, heads = (
-        fields.positive(key)
+        own.positive(key)
         for key in (
             "vocab_size",
             "hidden_size",
@@ -179,10 +184,12 @@ def read_sizes(
         )
     )
     usual = next((n for n, of in _POSITIONS.items() if fields.config.get("model_type") in of), None)
-    positions = fields.positive("max_position_embeddings", usual)
-    kv_heads = fields.positive("num_key_value_heads", kv_heads or heads)
-    head_dim = fields.positive("head_dim", head_dim or max(hidden // heads, 1))
-    is_sound = len(fields.problems) == before
+    positions = own.positive("max_position_embeddings", usual)
+    kv_heads = own.positive("num_key_value_heads", kv_heads or heads)
+    head_dim = own.positive("head_dim", head_dim or max(hidden // heads, 1))
+    is_sound = not own.problems
+    for problem in own.problems:
+        fields.refuse(problem)
     if layers > _MOST_LAYERS:
         fields.refuse(f"num_hidden_layers must be at most {_MOST_LAYERS}, got {layers}")
         layers = 1
@@ -225,15 +232,11 @@ def read_activation(fields: Fields, key: str, value: object) -> Activation:
     return activation
 
 
-def read_eos(
-    fields: Fields, generation: Mapping[str, Any], sizes: ModelSizes, default: int | None = None
-) -> tuple[int, ...]:
+def read_eos(fields: Fields, sizes: ModelSizes, default: int | None) -> tuple[int, ...]:
     """Ids that end an answer. default: where `config.json` has no such key."""
     if not sizes.is_sound:
         return ()
-    value = generation.get("eos_token_id")
-    if value is None:
-        value = fields.config.get("eos_token_id", default)
+    value = fields.config.get("eos_token_id", default)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(i) is int and 0 <= i < sizes.vocab for i in ids):
         fields.refuse(f"eos_token_id must be ids below {sizes.vocab}, got {value!r}")
@@ -383,13 +386,6 @@ def plain_mlp(sizes: ModelSizes, biases: Biases = NO_BIASES) -> MlpSpec:
     return msgspec.structs.replace(gated, gate_up=up, is_gated=False)
 
 
-def fused_mlp(sizes: ModelSizes) -> MlpSpec:
-    """Make an MLP whose gate and up are one module."""
-    usual = mlp(sizes)
-    gate_up = fused(usual.gate_up, "mlp.gate_up_proj")
-    return msgspec.structs.replace(usual, gate_up=gate_up)
-
-
 def layer(
     sizes: ModelSizes,
     of: Mixer,
@@ -417,37 +413,52 @@ def fused(linear: LinearSpec, path: str, groups: Groups = UNGROUPED) -> LinearSp
     return msgspec.structs.replace(linear, parts=(Part(path, linear.out_features, spans, groups),))
 
 
-def with_paths(linear: LinearSpec, *paths: str) -> LinearSpec:
-    """Return the matrix with these names of its modules."""
+def with_paths(linear: LinearSpec, *paths: str, groups: Groups = UNGROUPED) -> LinearSpec:
+    """Return the matrix with these names of its modules; one name fuses several. groups: how files
+    hold the rows of such a module.
+    """
+    if len(paths) == 1 < len(linear.parts):
+        return fused(linear, paths[0], groups)
     named = zip(linear.parts, paths, strict=True)
     parts = tuple(msgspec.structs.replace(part, path=path) for part, path in named)
     return msgspec.structs.replace(linear, parts=parts)
 
 
-def branches_of(
-    sizes: ModelSizes,
-    of: AttentionSpec,
-    names: LayerNames,
-    biases: Biases,
-    groups: Groups = UNGROUPED,
+def renamed(
+    of: AttentionSpec, mlp: MlpSpec, names: LayerNames, groups: Groups = UNGROUPED
 ) -> tuple[AttentionSpec, MlpSpec]:
-    """Attention and the MLP beside or behind it, with these names of modules. groups: of the rows
-    of q, k and v, where these are one module."""
-    if len(names.qkv) == 1:
-        qkv = fused(of.qkv, names.qkv[0], groups)
-    else:
-        qkv = with_paths(of.qkv, *names.qkv)
-    mlp = plain_mlp(sizes, biases)
-    up, down = (
-        with_paths(linear, path)
-        for linear, path in ((mlp.gate_up, names.up), (mlp.down, names.down))
-    )
+    """Return attention and the MLP with these names of modules. groups: of the rows of q, k and v,
+    where these are one module."""
+    qkv = with_paths(of.qkv, *names.qkv, groups=groups)
+    gate_up, down = with_paths(mlp.gate_up, *names.up), with_paths(mlp.down, names.down)
     of = msgspec.structs.replace(of, qkv=qkv, o=with_paths(of.o, names.o))
-    return of, msgspec.structs.replace(mlp, gate_up=up, down=down)
+    return of, msgspec.structs.replace(mlp, gate_up=gate_up, down=down)
+
+
+def with_norms(of: ModelSpec, norms: NormPlaces) -> ModelSpec:
+    """Return the model, whose layers are of two steps, with these norms."""
+    layers = []
+    for each in of.layers:
+        attend, feed = each.steps
+        attend = msgspec.structs.replace(attend, pre=norms.pre_attention, post=norms.post_attention)
+        feed = msgspec.structs.replace(feed, pre=norms.pre_mlp, post=norms.post_mlp)
+        layers.append(LayerSpec((attend, feed)))
+    return msgspec.structs.replace(of, layers=tuple(layers))
+
+
+def norm(path: str, sizes: ModelSizes) -> NormSpec:
+    """Make a norm of the residual stream."""
+    return NormSpec(path, sizes.hidden, sizes.epsilon)
+
+
+def norms_behind(sizes: ModelSizes) -> NormPlaces:
+    """Make norms behind attention and behind the MLP alone, as OLMo 2 has them."""
+    names = "post_attention_layernorm", "post_feedforward_layernorm"
+    return NormPlaces(None, None, *(norm(name, sizes) for name in names))
 
 
 def llama_norms(sizes: ModelSizes) -> NormPlaces:
-    return NormPlaces(*(NormSpec(name, sizes.hidden, sizes.epsilon) for name in LLAMA_NORMS))
+    return NormPlaces(*(norm(name, sizes) for name in LLAMA_NORMS))
 
 
 def refuse_other_head_dim(fields: Fields, sizes: ModelSizes) -> None:
@@ -488,43 +499,33 @@ def ended(model: ModelSpec, layers: Sequence[LayerSpec]) -> ModelSpec:
     return msgspec.structs.replace(model, layers=(*layers[:-1], end), norm=norm)
 
 
-def layer_normed(
-    fields: Fields,
-    generation: Mapping[str, Any],
-    sizes: ModelSizes,
-    layers: Sequence[LayerSpec],
-    max_context: int,
-    eos: int | None,
-) -> ModelSpec:
-    """Make a model with a LayerNorm behind its layers. eos: where `config.json` says nothing; no id
-    where that is None, too.
-    """
-    ids = read_eos(fields, generation, sizes, default=eos)
-    found = model(fields, sizes, layers, max_context, ids)
-    return msgspec.structs.replace(found, norm=layer_norm(found.norm.path, sizes))
-
-
 def model(
     fields: Fields,
     sizes: ModelSizes,
-    layers: Sequence[LayerSpec],
+    layers: LayerSpec | Sequence[LayerSpec],
     max_context: int,
-    eos_token_ids: tuple[int, ...],
     *,
+    eos: int | None = None,
     tied: bool = False,
+    last: NormSpec | None = None,
+    stored_names: tuple[tuple[str, str], ...] = (),
 ) -> ModelSpec:
-    """Make the model from its layers. tied: where `config.json` says nothing."""
+    """Make the model from its layers, or from the one that all are. eos, tied: where `config.json`
+    says nothing. last: the norm behind all layers; None = Llama's. stored_names: as of ModelSpec.
+    """
     config = fields.config
+    ids = read_eos(fields, sizes, eos)
     head = LinearSpec("lm_head", sizes.hidden, (Part("lm_head", sizes.vocab),), "column")
     return ModelSpec(
         family=config["model_type"],
         embedding=EmbeddingSpec("model.embed_tokens", sizes.vocab, sizes.hidden),
-        layers=tuple(layers),
-        norm=NormSpec("model.norm", sizes.hidden, sizes.epsilon),
+        layers=(layers,) * sizes.layers if isinstance(layers, LayerSpec) else tuple(layers),
+        norm=last or norm("model.norm", sizes),
         head=HeadSpec(head, tied=bool(config.get("tie_word_embeddings", tied))),
         max_context=max_context,
-        eos_token_ids=eos_token_ids,
+        eos_token_ids=ids,
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
         is_causal=is_causal(fields),
         extra_layers=fields.positive(_EXTRA_LAYERS) if config.get(_EXTRA_LAYERS) else 0,
+        stored_names=stored_names,
     )

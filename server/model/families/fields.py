@@ -20,7 +20,8 @@ class Fields:
         return other
 
     def refuse(self, problem: str) -> None:
-        self.problems.append(problem)
+        if problem not in self.problems:
+            self.problems.append(problem)
 
     def only(self, key: str, usual: object) -> None:
         """Refuse another value at the top level than the usual one, or null."""

@@ -12,42 +12,18 @@ from loraplex.server.model.families.family import Family, refuse_other_attention
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.families.head_forms import architecture_of, head_form, with_head
 from loraplex.server.model.families.readers import (
-    alibi,
     bert,
     dbrx,
-    deberta,
     deepseek,
-    exaone,
-    falcon_h1,
     gemma,
-    gemma4,
-    glm,
     gpt,
-    gpt2,
-    gpt_oss,
     granite,
-    hub_code,
+    hybrid,
     layer_normed,
-    lfm2,
     llama,
-    llama_kin,
     mamba,
-    mamba2,
-    mistral,
-    mixtral,
-    modernbert,
-    nemotron_h,
-    olmo,
-    olmo_hybrid,
-    phi,
-    qwen2,
-    qwen3,
-    qwen3_moe,
-    qwen3_next,
-    renamed,
     routed,
-    smollm,
-    ungated,
+    windowed,
 )
 from loraplex.server.model.families.readers.composite import COMPOSITES, TEXT_BODIES, Text, text_of
 from loraplex.server.model.families.refusals import other_family, other_forms
@@ -61,23 +37,23 @@ _LLAMA = ("LlamaForCausalLM",)
 # By `model_type`. A new family is a reader and a line here.
 FAMILIES: dict[str, Family] = {
     "afmoe": Family("AfmoeForCausalLM", routed.read_afmoe),
-    "apertus": Family("ApertusForCausalLM", ungated.read_apertus),
-    "arcee": Family("ArceeForCausalLM", ungated.read_arcee),
-    "Yi": Family("YiForCausalLM", hub_code.read_yi),
+    "apertus": Family("ApertusForCausalLM", llama.read_apertus),
+    "arcee": Family("ArceeForCausalLM", llama.read_arcee),
+    "Yi": Family("YiForCausalLM", llama.read_yi),
     "bert": Family("BertModel", bert.read_bert),
-    "bloom": Family("BloomForCausalLM", alibi.read_bloom),
-    "bamba": Family("BambaForCausalLM", mamba.read),
-    "mamba2": Family("Mamba2ForCausalLM", mamba2.read),
-    "baichuan": Family("BaichuanForCausalLM", hub_code.read_baichuan),
+    "bloom": Family("BloomForCausalLM", gpt.read_bloom),
+    "bamba": Family("BambaForCausalLM", mamba.read_bamba),
+    "mamba2": Family("Mamba2ForCausalLM", mamba.read_mamba2),
+    "baichuan": Family("BaichuanForCausalLM", llama.read_baichuan),
     "chatglm": Family(
-        "ChatGLMForConditionalGeneration", hub_code.read_chatglm, others=("ChatGLMModel",)
+        "ChatGLMForConditionalGeneration", llama.read_chatglm, others=("ChatGLMModel",)
     ),
     "codegen": Family("CodeGenForCausalLM", gpt.read_codegen),
     "cohere": Family("CohereForCausalLM", layer_normed.read_cohere),
     "cohere2": Family("Cohere2ForCausalLM", layer_normed.read_cohere2),
-    "cwm": Family("CwmForCausalLM", mistral.read_cwm),
+    "cwm": Family("CwmForCausalLM", windowed.read_cwm),
     "dbrx": Family("DbrxForCausalLM", dbrx.read),
-    "deberta-v2": Family("DebertaV2Model", deberta.read),
+    "deberta-v2": Family("DebertaV2Model", bert.read_deberta),
     "deepseek": Family("DeepseekForCausalLM", routed.read_deepseek),
     "deepseek_v2": Family("DeepseekV2ForCausalLM", deepseek.read_v2),
     "deepseek_v3": Family("DeepseekV3ForCausalLM", deepseek.read_v3),
@@ -87,7 +63,7 @@ FAMILIES: dict[str, Family] = {
     "ernie4_5_moe": Family("Ernie4_5_MoeForCausalLM", routed.read_ernie_moe),
     "exaone_moe": Family("ExaoneMoeForCausalLM", routed.read_exaone_moe),
     "falcon": Family("FalconForCausalLM", gpt.read_falcon),
-    "falcon_h1": Family("FalconH1ForCausalLM", falcon_h1.read),
+    "falcon_h1": Family("FalconH1ForCausalLM", mamba.read_falcon_h1),
     "flex_olmo": Family("FlexOlmoForCausalLM", routed.read_flex_olmo),
     "glm4_moe": Family("Glm4MoeForCausalLM", routed.read_glm4_moe),
     "glm4_moe_lite": Family("Glm4MoeLiteForCausalLM", deepseek.read_glm_lite),
@@ -97,74 +73,74 @@ FAMILIES: dict[str, Family] = {
     "minimax_m2": Family("MiniMaxM2ForCausalLM", routed.read_minimax_m2),
     "olmoe": Family("OlmoeForCausalLM", routed.read_olmoe),
     "qwen2_moe": Family("Qwen2MoeForCausalLM", routed.read_qwen2_moe),
-    "ernie4_5": Family("Ernie4_5ForCausalLM", llama_kin.read_ernie),
-    "exaone": Family("ExaoneForCausalLM", renamed.read_exaone, others=_LLAMA),
-    "exaone4": Family("Exaone4ForCausalLM", exaone.read),
+    "ernie4_5": Family("Ernie4_5ForCausalLM", llama.read_ernie),
+    "exaone": Family("ExaoneForCausalLM", llama.read_exaone, others=_LLAMA),
+    "exaone4": Family("Exaone4ForCausalLM", windowed.read_exaone4),
     "gemma": Family("GemmaForCausalLM", gemma.read_gemma),
     "gemma2": Family("Gemma2ForCausalLM", gemma.read_gemma2),
     "gemma3_text": Family("Gemma3ForCausalLM", gemma.read_gemma3),
-    "gemma4_text": Family("Gemma4ForCausalLM", gemma4.read),
-    "gemma4_unified_text": Family("Gemma4UnifiedForCausalLM", gemma4.read_unified),
-    "gpt2": Family("GPT2LMHeadModel", gpt2.read_gpt2),
-    "gpt_bigcode": Family("GPTBigCodeForCausalLM", gpt2.read_gpt_bigcode),
-    "gpt_neo": Family("GPTNeoForCausalLM", gpt2.read_gpt_neo),
+    "gemma4_text": Family("Gemma4ForCausalLM", gemma.read_gemma4),
+    "gemma4_unified_text": Family("Gemma4UnifiedForCausalLM", gemma.read_gemma4_unified),
+    "gpt2": Family("GPT2LMHeadModel", gpt.read_gpt2),
+    "gpt_bigcode": Family("GPTBigCodeForCausalLM", gpt.read_gpt_bigcode),
+    "gpt_neo": Family("GPTNeoForCausalLM", gpt.read_gpt_neo),
     "gpt_neox": Family("GPTNeoXForCausalLM", gpt.read_gpt_neox),
     "gptj": Family("GPTJForCausalLM", gpt.read_gptj),
-    "gpt_oss": Family("GptOssForCausalLM", gpt_oss.read, quantised="mxfp4"),
+    "gpt_oss": Family("GptOssForCausalLM", routed.read_gpt_oss, quantised="mxfp4"),
     "granite": Family("GraniteForCausalLM", granite.read),
     "granitemoehybrid": Family("GraniteMoeHybridForCausalLM", granite.read_hybrid),
-    "glm": Family("GlmForCausalLM", glm.read_glm),
-    "glm4": Family("Glm4ForCausalLM", glm.read_glm4),
-    "helium": Family("HeliumForCausalLM", llama_kin.read_helium),
-    "hunyuan_v1_dense": Family("HunYuanDenseV1ForCausalLM", renamed.read_hunyuan),
-    "internlm2": Family("InternLM2ForCausalLM", hub_code.read_internlm2),
-    "internlm3": Family("InternLM3ForCausalLM", renamed.read_internlm3, others=_LLAMA),
+    "glm": Family("GlmForCausalLM", llama.read_glm),
+    "glm4": Family("Glm4ForCausalLM", llama.read_glm4),
+    "helium": Family("HeliumForCausalLM", llama.read_helium),
+    "hunyuan_v1_dense": Family("HunYuanDenseV1ForCausalLM", llama.read_hunyuan),
+    "internlm2": Family("InternLM2ForCausalLM", llama.read_internlm2),
+    "internlm3": Family("InternLM3ForCausalLM", llama.read_internlm3, others=_LLAMA),
     "kimi_k2": Family("DeepseekV3ForCausalLM", deepseek.read_v3),
-    "lfm2": Family("Lfm2ForCausalLM", lfm2.read),
-    "lfm2_moe": Family("Lfm2MoeForCausalLM", lfm2.read_moe),
+    "lfm2": Family("Lfm2ForCausalLM", hybrid.read_lfm2),
+    "lfm2_moe": Family("Lfm2MoeForCausalLM", hybrid.read_lfm2_moe),
     "llama": Family("LlamaForCausalLM", llama.read),
-    "mimo": Family("MiMoForCausalLM", qwen2.read),
+    "mimo": Family("MiMoForCausalLM", windowed.read_qwen2),
     "minicpm3": Family("MiniCPM3ForCausalLM", deepseek.read_minicpm),
-    "ministral": Family("MinistralForCausalLM", mistral.read),
-    "ministral3": Family("Ministral3ForCausalLM", mistral.read_ministral3),
-    "mistral": Family("MistralForCausalLM", mistral.read),
+    "ministral": Family("MinistralForCausalLM", windowed.read_mistral),
+    "ministral3": Family("Ministral3ForCausalLM", windowed.read_ministral3),
+    "mistral": Family("MistralForCausalLM", windowed.read_mistral),
     "mistral4": Family("Mistral4ForCausalLM", deepseek.read_mistral4),
-    "mixtral": Family("MixtralForCausalLM", mixtral.read),
-    "modernbert": Family("ModernBertModel", modernbert.read),
+    "mixtral": Family("MixtralForCausalLM", routed.read_mixtral),
+    "modernbert": Family("ModernBertModel", bert.read_modernbert),
     "mpnet": Family("MPNetModel", bert.read_mpnet),
-    "mpt": Family("MptForCausalLM", alibi.read_mpt, others=("MPTForCausalLM",)),
-    "nemotron_h": Family("NemotronHForCausalLM", nemotron_h.read),
-    "nemotron": Family("NemotronForCausalLM", ungated.read_nemotron),
-    "olmo": Family("OlmoForCausalLM", olmo.read_olmo),
-    "olmo2": Family("Olmo2ForCausalLM", olmo.read_olmo2),
-    "olmo3": Family("Olmo3ForCausalLM", olmo.read_olmo3),
-    "olmo_hybrid": Family("OlmoHybridForCausalLM", olmo_hybrid.read),
-    "opt": Family("OPTForCausalLM", gpt2.read_opt),
+    "mpt": Family("MptForCausalLM", gpt.read_mpt, others=("MPTForCausalLM",)),
+    "nemotron_h": Family("NemotronHForCausalLM", mamba.read_nemotron_h),
+    "nemotron": Family("NemotronForCausalLM", llama.read_nemotron),
+    "olmo": Family("OlmoForCausalLM", windowed.read_olmo),
+    "olmo2": Family("Olmo2ForCausalLM", windowed.read_olmo2),
+    "olmo3": Family("Olmo3ForCausalLM", windowed.read_olmo3),
+    "olmo_hybrid": Family("OlmoHybridForCausalLM", hybrid.read_olmo_hybrid),
+    "opt": Family("OPTForCausalLM", gpt.read_opt),
     "persimmon": Family("PersimmonForCausalLM", gpt.read_persimmon),
-    "phi": Family("PhiForCausalLM", phi.read_phi),
+    "phi": Family("PhiForCausalLM", layer_normed.read_phi),
     "phimoe": Family("PhimoeForCausalLM", routed.read_phimoe, others=("PhiMoEForCausalLM",)),
-    "phi3": Family("Phi3ForCausalLM", phi.read_phi3),
-    "qwen": Family("QWenLMHeadModel", hub_code.read_qwen),
-    "qwen2": Family("Qwen2ForCausalLM", qwen2.read),
-    "qwen3": Family("Qwen3ForCausalLM", qwen3.read),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", qwen3_moe.read),
-    "qwen3_next": Family("Qwen3NextForCausalLM", qwen3_next.read_next),
-    "qwen3_5_text": Family("Qwen3_5ForCausalLM", qwen3_next.read_dense),
-    "qwen3_5_moe_text": Family("Qwen3_5MoeForCausalLM", qwen3_next.read_moe),
+    "phi3": Family("Phi3ForCausalLM", windowed.read_phi3),
+    "qwen": Family("QWenLMHeadModel", llama.read_qwen),
+    "qwen2": Family("Qwen2ForCausalLM", windowed.read_qwen2),
+    "qwen3": Family("Qwen3ForCausalLM", windowed.read_qwen3),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", routed.read_qwen3_moe),
+    "qwen3_next": Family("Qwen3NextForCausalLM", hybrid.read_qwen3_next),
+    "qwen3_5_text": Family("Qwen3_5ForCausalLM", hybrid.read_qwen35),
+    "qwen3_5_moe_text": Family("Qwen3_5MoeForCausalLM", hybrid.read_qwen35_moe),
     "roberta": Family("RobertaModel", bert.read_roberta),
-    "seed_oss": Family("SeedOssForCausalLM", llama_kin.read_seed_oss),
-    "smollm3": Family("SmolLM3ForCausalLM", smollm.read),
+    "seed_oss": Family("SeedOssForCausalLM", llama.read_seed_oss),
+    "smollm3": Family("SmolLM3ForCausalLM", windowed.read_smollm3),
     "stablelm": Family("StableLmForCausalLM", layer_normed.read_stablelm),
     "starcoder2": Family("Starcoder2ForCausalLM", layer_normed.read_starcoder2),
     "vaultgemma": Family("VaultGemmaForCausalLM", gemma.read_vaultgemma),
     "xlm-roberta": Family("XLMRobertaModel", bert.read_roberta),
-    "xverse": Family("XverseForCausalLM", hub_code.read_xverse),
+    "xverse": Family("XverseForCausalLM", llama.read_xverse),
     "youtu": Family("YoutuForCausalLM", deepseek.read_youtu),
 }
 # Families that stand in a larger model alone.
 _WITHIN: dict[str, Family] = {
-    "glm4v_text": Family("Glm4vTextModel", glm.read_glm4v),
-    "qwen3_vl_moe_text": Family("Qwen3VLMoeTextModel", qwen3_moe.read_vl),
+    "glm4v_text": Family("Glm4vTextModel", llama.read_glm4v),
+    "qwen3_vl_moe_text": Family("Qwen3VLMoeTextModel", routed.read_qwen3_vl_moe),
 }
 
 
@@ -197,6 +173,9 @@ def read_model(
     text = Text(model_type, dict(config)) if composite is None else text_of(config)
     family = FAMILIES.get(text.family) or _WITHIN[text.family]
     fields = Fields(text.config)
+    ends = (generation or {}).get("eos_token_id")
+    if ends is not None:
+        fields = fields.changed(eos_token_id=ends)
     served = family.names if composite is None else composite.names
     architecture = architecture_of(config, served)
     whole = {**text.config, "architectures": None, **config}
@@ -205,7 +184,7 @@ def read_model(
     quantisation = _quantisation(fields, whole, family.quantised)
     if composite is not None and quantisation is not None:
         quantisation = replace(quantisation, bodies=TEXT_BODIES)
-    model = family.read(fields, generation or {})
+    model = family.read(fields)
     if composite is not None:
         _refuse_beside(config, fields)
         if for_vectors:
@@ -229,8 +208,7 @@ def _refuse_beside(config: Mapping[str, Any], fields: Fields) -> None:
     for of in (beside, fields):
         of.only("is_causal", True)
     for problem in beside.problems:
-        if problem not in fields.problems:
-            fields.refuse(problem)
+        fields.refuse(problem)
 
 
 def _quantisation(

@@ -31,13 +31,15 @@ class RopeRules(NamedTuple):
     """Rules of a family's code that hold where `config.json` says nothing.
 
     partial: of `partial_rotary_factor`; None = the family turns whole heads. kinds: by `rope_type`.
-    original_context: None = as the table says, or all positions.
+    original_context: None = as the table says, or all positions. interleaved: neighbouring features
+    turn together.
     """
 
     theta: float = 10_000.0
     partial: float | None = None
     kinds: Mapping[object, RopeKind] = KINDS
     original_context: int | None = None
+    interleaved: bool = False
 
 
 LLAMA = RopeRules()
@@ -127,7 +129,9 @@ class _Source(NamedTuple):
         kind = self.rules.kinds.get(str(named))
         if kind == "proportional":
             return self._proportional(theta), positions
-        plain = RopeSpec("default", theta, rotary_dim=self._rotary_dim())
+        plain = RopeSpec(
+            "default", theta, rotary_dim=self._rotary_dim(), interleaved=self.rules.interleaved
+        )
         match kind:
             case "default":
                 return plain, positions

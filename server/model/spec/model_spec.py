@@ -369,12 +369,12 @@ class ModelSpec(msgspec.Struct, frozen=True):
         """Return the model for contexts of at most so many tokens: a window that no position can
         leave is no window, and factors that no sequence reaches are none.
         """
-        return msgspec.structs.replace(
-            self,
-            layers=tuple(
-                layer.mapped(lambda branch: _within(branch, max_context)) for layer in self.layers
-            ),
-        )
+        return self.mapped(lambda branch: _within(branch, max_context))
+
+    def mapped(self, change: Callable[[Branch], Branch]) -> "ModelSpec":
+        """Return the model with every branch of its layers changed."""
+        layers = tuple(layer.mapped(change) for layer in self.layers)
+        return msgspec.structs.replace(self, layers=layers)
 
     @property
     def num_layers(self) -> int:

@@ -26,7 +26,7 @@ _ROWS = ExpertStorage(_EXPERTS, "rows")
 _TRANSPOSED = ExpertStorage(_EXPERTS, "rows", transposed=True)
 
 
-def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+def read(fields: Fields) -> ModelSpec:
     fields.only("tie_word_embeddings", False)
     said = fields.table(fields.config, "attn_config")
     feed = fields.table(fields.config, "ffn_config")
@@ -47,10 +47,9 @@ def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     qkv = family.fused(of.qkv, f"{_ATTENTION}.Wqkv")
     of = replace(of, qkv=qkv, o=family.with_paths(of.o, f"{_ATTENTION}.out_proj"), clip=clip)
     norms = family.layer_norms(sizes, _NORMS, bias=False)
-    layers = [family.layer(sizes, of, _read_experts(fields, feed, sizes), norms)] * sizes.layers
-    model = family.layer_normed(fields, generation, sizes, layers, max_context, None)
-    last = family.layer_norm(model.norm.path, sizes, bias=False)
-    return replace(model, norm=last, stored_names=gpt.MPT_TENSORS)
+    layer = family.layer(sizes, of, _read_experts(fields, feed, sizes), norms)
+    last = family.layer_norm("model.norm", sizes, bias=False)
+    return family.model(fields, sizes, layer, max_context, last=last, stored_names=gpt.MPT_TENSORS)
 
 
 def _theta(fields: Fields, said: Mapping[str, Any]) -> object:

@@ -1,14 +1,11 @@
 """Granite 3 and 4: Llama with factors of embedding, scores, branches and logits. Pure."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 from msgspec.structs import replace
 
 from loraplex.adapters.sharding import Span
 from loraplex.server.model.families import experts, family
 from loraplex.server.model.families.fields import Fields
-from loraplex.server.model.families.readers import mamba
+from loraplex.server.model.families.readers import llama, mamba
 from loraplex.server.model.families.rope import read_rope
 from loraplex.server.model.spec.linear_spec import ExpertStorage, LinearSpec, Part
 from loraplex.server.model.spec.model_spec import LayerSpec, MlpSpec, ModelSpec
@@ -32,62 +29,44 @@ _STORED = (
 )
 
 
-def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+def read(fields: Fields) -> ModelSpec:
     """Granite 3 and 4.1: dense."""
-    family.refuse_other_attention(fields)
     sizes = family.read_sizes(fields)
-    rope, max_context = read_rope(fields, sizes)
-    bias = bool(fields.config.get("attention_bias", False))
-    biases = family.Biases(qkv=bias, o=bias, mlp=bool(fields.config.get("mlp_bias", False)))
-    of = family.attention(sizes, rope, biases=biases, scale=_factor(fields, "attention_multiplier"))
-    residual = _factor(fields, "residual_multiplier")
-    layer = family.layer(sizes, of, family.mlp(sizes, biases), factor=residual)
-    return _model(fields, generation, sizes, [layer] * sizes.layers, max_context)
+    biases = llama.read_biases(fields)
+    return _scaled(fields, llama.assembled(fields, sizes, biases))
 
 
-def read_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+def read_moe(fields: Fields) -> ModelSpec:
     """Granite 3 with experts, and with an MLP beside them where `config.json` says its size."""
-    family.refuse_other_attention(fields)
     sizes = family.read_sizes(fields)
-    rope, max_context = read_rope(fields, sizes)
-    biases = family.attention_biases(fields)
-    of = family.attention(sizes, rope, biases=biases, scale=_factor(fields, "attention_multiplier"))
-    layer = family.layer(sizes, of, factor=_factor(fields, "residual_multiplier"))
     branches: tuple[MoeSpec | MlpSpec, ...] = (_read_experts(fields, sizes),)
     if fields.config.get("shared_intermediate_size", 0) != 0:
         branches = (*branches, _read_shared(fields, sizes, is_alone=False))
-    layer = experts.with_branches(layer, branches)
-    model = _model(fields, generation, sizes, [layer] * sizes.layers, max_context)
+    model = llama.assembled(fields, sizes, family.attention_biases(fields))
+    model = experts.with_experts(_scaled(fields, model), branches)
     return replace(model, stored_names=_STORED)
 
 
-def read_hybrid(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+def read_hybrid(fields: Fields) -> ModelSpec:
     """Granite 4.0: Mamba-2 between layers that attend, or the latter alone; experts and a shared
     MLP in one step, or that alone."""
-    family.refuse_other_attention(fields)
     config = fields.config
     sizes = family.read_sizes(fields)
     kinds = mamba.current_kinds(config.get("layer_types", [mamba.LINEAR] * sizes.layers))
     named = family.read_mixed_kinds(fields, sizes, kinds, mamba.LINEAR)
     rope, max_context = read_rope(fields, sizes)
     turns = config.get("position_embedding_type") == "rope"
-    bias = bool(config.get("attention_bias", False))
-    of = family.attention(
-        sizes,
-        rope if turns else None,
-        biases=family.Biases(qkv=bias, o=bias),
-        scale=_factor(fields, "attention_multiplier"),
-    )
-    residual = _factor(fields, "residual_multiplier")
-    attend, feed = family.layer(sizes, of, factor=residual).steps
+    biases = family.attention_biases(fields)
+    of = family.attention(sizes, rope if turns else None, biases=biases)
+    attend, feed = family.layer(sizes, of).steps
     feed = replace(feed, branches=_read_branches(fields, sizes))
     mixers = {family.FULL: LayerSpec((attend, feed))}
     if mamba.LINEAR in named:
         mixer = mamba.mixer(fields, sizes, mamba.read_mamba(fields, sizes))
         mixers[mamba.LINEAR] = LayerSpec((replace(attend, branches=(mixer,)), feed))
     layers = [mixers[kind] for kind in named]
-    model = _model(fields, generation, sizes, layers, max_context)
-    return replace(model, stored_names=_STORED)
+    model = family.model(fields, sizes, layers, max_context, eos=2, stored_names=_STORED)
+    return _scaled(fields, model)
 
 
 def _read_branches(fields: Fields, sizes: family.ModelSizes) -> tuple[MoeSpec | MlpSpec, ...]:
@@ -124,17 +103,17 @@ def _factor(fields: Fields, key: str) -> float:
     return fields.number(fields.config, key, 1.0)
 
 
-def _model(
-    fields: Fields,
-    generation: Mapping[str, Any],
-    sizes: family.ModelSizes,
-    layers: Sequence[LayerSpec],
-    max_context: int,
-) -> ModelSpec:
-    eos = family.read_eos(fields, generation, sizes, default=2)
-    model = family.model(fields, sizes, layers, max_context, eos)
+def _scaled(fields: Fields, model: ModelSpec) -> ModelSpec:
+    """Return the model with the factors that `config.json` states."""
+    model = llama.with_attention(model, scale=_factor(fields, "attention_multiplier"))
+    residual = _factor(fields, "residual_multiplier")
+    layers = (
+        LayerSpec(tuple(replace(step, factor=residual) for step in layer.steps))
+        for layer in model.layers
+    )
     return replace(
         model,
+        layers=tuple(layers),
         embedding=replace(model.embedding, scale=_factor(fields, "embedding_multiplier")),
         head=replace(model.head, scale=1.0 / _factor(fields, "logits_scaling")),
     )

@@ -1,25 +1,31 @@
-"""Known attention with experts of every router: Qwen 2, GLM 4.5, dots 1, MiniMax M2, ERNIE 4.5,
-EXAONE, Hunyuan and OLMo with experts. Pure.
+"""Known attention with experts of every router: Qwen 1.5 to 3, Mixtral, GLM 4.5, dots 1, MiniMax
+M2, ERNIE 4.5, EXAONE, Hunyuan, gpt-oss and OLMo with experts. Pure.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from msgspec.structs import replace
 
 from loraplex.server.model.families import experts, family
+from loraplex.server.model.families.family import Biases, ModelSizes
 from loraplex.server.model.families.fields import Fields
-from loraplex.server.model.families.readers import exaone, olmo, qwen3_moe, renamed
+from loraplex.server.model.families.readers import llama, windowed
 from loraplex.server.model.families.rope import LLAMA, RopeRules, read_rope, rope_table
-from loraplex.server.model.spec.linear_spec import LinearSpec
+from loraplex.server.model.spec.linear_spec import (
+    MXFP4_BLOCK,
+    ExpertForm,
+    ExpertStorage,
+    LinearSpec,
+)
 from loraplex.server.model.spec.model_spec import (
     AttentionSpec,
+    Branch,
     FeedForward,
-    LayerSpec,
+    MlpSpec,
     ModelSpec,
-    NormSpec,
 )
-from loraplex.server.model.spec.moe_spec import MoeSpec, RouterRule
+from loraplex.server.model.spec.moe_spec import SWIGLU_ALPHA, SWIGLU_LIMIT, MoeSpec, RouterRule
 
 NAMES = experts.ExpertNames("mlp.gate", "mlp.experts.{}", "gate_proj", "up_proj", "down_proj")
 _MIXTRAL = experts.ExpertNames(
@@ -27,96 +33,134 @@ _MIXTRAL = experts.ExpertNames(
 )
 _PHIMOE = _MIXTRAL._replace(other_router="mlp.router")
 _AFMOE = NAMES._replace(router="mlp.router.gate")
+_GPT_OSS = NAMES._replace(router="mlp.router")
 # What AFMoE's configuration can say, and its code does not read.
 _AFMOE_FIXED: dict[str, Any] = {
     "score_func": "sigmoid",
     "route_norm": True,
     **dict.fromkeys(("n_group", "topk_group", "num_expert_groups", "num_limited_groups"), 1),
 }
+# What MiniMax M2's own code can compute otherwise.
+_MINIMAX_FIXED: dict[str, Any] = {
+    "use_qk_norm": True,
+    "qk_norm_type": "per_layer",
+    "scoring_func": "sigmoid",
+    "use_routing_bias": True,
+    "shared_intermediate_size": 0,
+}
+# gpt-oss', where `config.json` says nothing of the rotation but its theta.
+_YARN: Mapping[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 _CORRECTION = "e_score_correction_bias"
 
 
-def read_qwen2_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
-    """Qwen 1.5 and 2 with experts: a gate weighs the shared one."""
+def read_mixtral(fields: Fields) -> ModelSpec:
+    """Mixtral: Mistral with experts in every layer."""
+    experts.refuse_other_routing(fields)
+    sizes = family.read_sizes(fields, kv_heads=8, epsilon=1e-5)
+    windows = experts.read_same_windows(fields, sizes, fields.config.get("sliding_window"))
+    counts = experts.read_counts(fields, default=8, default_of_token=2)
+    moe = experts.moe(sizes.hidden, sizes.inner, counts, _MIXTRAL, "softmax_top_k_normed")
+    model = llama.assembled(fields, sizes, rules=RopeRules(theta=1e6), windows=windows)
+    return experts.with_experts(model, (replace(moe, wide_weights=True),))
+
+
+def read_qwen3_moe(fields: Fields) -> ModelSpec:
+    """Qwen3-MoE: Qwen3 with experts in some layers or all."""
+    experts.refuse_other_routing(fields)
+    sizes = family.read_sizes(fields, kv_heads=4)
+    biases = family.attention_biases(fields)
+    windows = experts.read_same_windows(fields, sizes, windowed.asked_window(fields))
+    moe = read_softmax(fields, sizes, (128, 8), fields.positive("moe_intermediate_size", 768))
+    model = llama.assembled(fields, sizes, biases, windows=windows, qk_norm=True, eos=None)
+    return experts.with_experts(model, (moe,), read_sparse(fields, sizes))
+
+
+def read_qwen3_vl_moe(fields: Fields) -> ModelSpec:
+    """Read the text part of Qwen3-VL with experts, whose stored weights may be transposed."""
     config = fields.config
+    kv_heads = config.get("num_key_value_heads") or config.get("num_attention_heads")
+    fields.only("use_sliding_window", False)
+    fields.only("norm_topk_prob", True)
+    fields = fields.changed(norm_topk_prob=True, num_key_value_heads=kv_heads)
+    if config.get("num_local_experts") is None:
+        fields = fields.changed(num_experts=config.get("num_experts", 60))
+    return read_qwen3_moe(fields).mapped(_flipped)
+
+
+def _flipped(branch: Branch) -> Branch:
+    if not isinstance(branch, MoeSpec):
+        return branch
+    return replace(branch, gate_up=_flips(branch.gate_up), down=_flips(branch.down))
+
+
+def _flips(linear: LinearSpec) -> LinearSpec:
+    assert linear.stored is not None
+    return replace(linear, stored=replace(linear.stored, flips=True))
+
+
+def read_qwen2_moe(fields: Fields) -> ModelSpec:
+    """Qwen 1.5 and 2 with experts: a gate weighs the shared one."""
     sizes = read_sizes(fields, kv_heads=16)
-    rope, max_context = read_rope(fields, sizes)
-    asked = config.get("use_sliding_window", False)
     before = fields.count("max_window_layers", 28)
+    window = windowed.asked_window(fields)
     windows = family.read_windows(
-        fields,
-        sizes,
-        config.get("sliding_window", 4096) if asked else None,
-        lambda layer: layer % 2 == 0 and layer < before,
+        fields, sizes, window, lambda layer: layer % 2 == 0 and layer < before
     )
-    biases = family.Biases(qkv=bool(config.get("qkv_bias", True)))
+    biases = Biases(qkv=bool(fields.config.get("qkv_bias", True)))
     moe = read_softmax(fields, sizes, (60, 4), fields.positive("moe_intermediate_size", 1408))
     size = fields.positive("shared_expert_intermediate_size", 5632)
     shared = experts.shared(sizes, size, "mlp.shared_expert", "mlp.shared_expert_gate")
-    layers = [family.layer(sizes, family.attention(sizes, rope, each, biases)) for each in windows]
-    sparse = qwen3_moe.read_sparse(fields, sizes)
-    return with_experts(fields, generation, sizes, layers, (moe, shared), sparse, max_context)
+    model = llama.assembled(fields, sizes, biases, windows=windows, eos=None)
+    return experts.with_experts(model, (moe, shared), read_sparse(fields, sizes))
 
 
-def read_deepseek(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+def read_deepseek(fields: Fields) -> ModelSpec:
     """Read the first DeepSeek with experts, whose code lies on the Hub."""
-    config = fields.config
     for key, usual in (("scoring_func", "softmax"), ("moe_layer_freq", 1)):
         fields.only(key, usual)
     sizes = read_sizes(fields)
-    rope, max_context = read_rope(fields, sizes)
-    biases = family.attention_biases(fields)
     counted = fields.changed(num_experts=fields.positive("n_routed_experts"))
     size = fields.positive("moe_intermediate_size", 1407)
-    moe = read_softmax(counted, sizes, (1, 1), size)
-    branches: tuple[FeedForward, ...] = (moe,)
-    if config.get("n_shared_experts"):
-        branches = (moe, experts.shared(sizes, size * fields.positive("n_shared_experts")))
-    layers = [family.layer(sizes, family.attention(sizes, rope, biases=biases))] * sizes.layers
-    sparse = experts.read_first_dense(fields, sizes, 0)
-    return with_experts(fields, generation, sizes, layers, branches, sparse, max_context)
+    branches: tuple[FeedForward, ...] = (read_softmax(counted, sizes, (1, 1), size),)
+    if fields.config.get("n_shared_experts"):
+        shared = experts.shared(sizes, size * fields.positive("n_shared_experts"))
+        branches = (*branches, shared)
+    model = llama.assembled(fields, sizes, family.attention_biases(fields), eos=None)
+    return experts.with_experts(model, branches, experts.read_first_dense(fields, sizes, 0))
 
 
-def read_glm4_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+def read_glm4_moe(fields: Fields) -> ModelSpec:
     """GLM 4.5 and 4.6."""
     config = fields.config
     sizes = read_sizes(fields, kv_heads=8, epsilon=1e-5)
-    rope, max_context = read_rope(fields, sizes, RopeRules(partial=0.5))
-    of = family.attention(
-        sizes,
-        rope,
-        biases=family.Biases(qkv=bool(config.get("attention_bias", False))),
-        qk_norm=bool(config.get("use_qk_norm", False)),
-    )
+    biases = Biases(qkv=bool(config.get("attention_bias", False)))
+    norms = bool(config.get("use_qk_norm", False))
+    rules = RopeRules(partial=0.5)
+    model = llama.assembled(fields, sizes, biases, rules, qk_norm=norms, eos=None)
     branches = read_scored(fields, sizes, "n_routed_experts", "n_shared_experts")
-    layers = [family.layer(sizes, of)] * sizes.layers
-    sparse = experts.read_first_dense(fields, sizes, 1)
-    return with_experts(fields, generation, sizes, layers, branches, sparse, max_context)
+    return experts.with_experts(model, branches, experts.read_first_dense(fields, sizes, 1))
 
 
-def read_dots1(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+def read_dots1(fields: Fields) -> ModelSpec:
     """Read dots 1's configuration. The last layers may have windows."""
-    config = fields.config
     sizes = read_sizes(fields, kv_heads=32)
-    rope, max_context = read_rope(fields, sizes)
-    biases = family.attention_biases(fields)
     first = fields.count("max_window_layers", 62)
-    window = config.get("sliding_window", 4096)
-    layers = [
-        family.layer(
-            sizes,
-            family.attention(sizes, rope, each, biases, qk_norm=True),
-        )
-        for each in family.read_windows(fields, sizes, window, lambda layer: layer >= first)
-    ]
+    window = fields.config.get("sliding_window", 4096)
+    windows = family.read_windows(fields, sizes, window, lambda layer: layer >= first)
+    biases = family.attention_biases(fields)
+    model = llama.assembled(fields, sizes, biases, windows=windows, qk_norm=True, eos=None)
     branches = read_scored(
         fields, sizes, "n_routed_experts", "n_shared_experts", normed=False, usual=(None, None)
     )
-    sparse = experts.read_first_dense(fields, sizes, 0)
-    return with_experts(fields, generation, sizes, layers, branches, sparse, max_context)
+    return experts.with_experts(model, branches, experts.read_first_dense(fields, sizes, 0))
 
 
-def read_minimax_m2(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+def read_minimax_m2(fields: Fields) -> ModelSpec:
     """MiniMax M2: norms of q and k over all heads; every layer has experts, and none is shared."""
     config = fields.config
     for key, usual in _MINIMAX_FIXED.items():
@@ -125,52 +169,46 @@ def read_minimax_m2(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     if config.get("rotary_dim") is not None:
         part = fields.positive("rotary_dim") / sizes.head_dim
         fields = fields.changed(partial_rotary_factor=config.get("partial_rotary_factor", part))
-    rope, max_context = read_rope(fields, sizes, RopeRules(theta=5e6, partial=1.0))
-    of = olmo.with_wide_norms(family.attention(sizes, rope), sizes)
     counts = experts.read_counts(fields, default=256, default_of_token=8)
     moe = experts.moe(sizes.hidden, sizes.inner, counts, _MIXTRAL, "sigmoid_top_k_normed")
-    moe = replace(
-        moe, wide_weights=True, correction=(f"block_sparse_moe.{_CORRECTION}", (counts[0],))
-    )
-    layers = [family.layer(sizes, of)] * sizes.layers
-    every = range(sizes.layers)
-    return with_experts(fields, generation, sizes, layers, (moe,), every, max_context, eos=200020)
+    correction = f"block_sparse_moe.{_CORRECTION}", (counts[0],)
+    moe = replace(moe, wide_weights=True, correction=correction)
+    rules = RopeRules(theta=5e6, partial=1.0)
+    model = llama.assembled(fields, sizes, rules=rules, eos=200020)
+    model = llama.with_attention(model, **windowed.wide_norms(sizes))
+    return experts.with_experts(model, (moe,))
 
 
-def read_ernie_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+def read_ernie_moe(fields: Fields) -> ModelSpec:
     """ERNIE 4.5 with experts: softmax, corrected where experts are chosen."""
     config = fields.config
     sizes = read_sizes(fields, kv_heads=4, epsilon=1e-5)
-    rope, max_context = read_rope(fields, sizes, RopeRules(theta=5e5))
     bias = bool(config.get("use_bias", False))
-    biases = family.Biases(qkv=bias, o=bias, mlp=bias)
     counted = fields.changed(
         num_experts=config.get("moe_num_experts", config.get("num_experts")),
         num_experts_per_tok=config.get("moe_k", config.get("num_experts_per_tok")),
     )
     size = fields.positive("moe_intermediate_size", 1536)
     counts = experts.read_counts(counted, default=64, default_of_token=6)
-    moe = experts.moe(sizes.hidden, size, counts, NAMES, "softmax_top_k_normed")
     moe = replace(
-        moe,
+        experts.moe(sizes.hidden, size, counts, NAMES, "softmax_top_k_normed"),
         wide_router=True,
         correction=(f"mlp.moe_statics.{_CORRECTION}", (1, counts[0])),
         norm_floor=fields.number(config, "moe_norm_min", 1e-12),
     )
     branches: tuple[FeedForward, ...] = (moe,)
-    number = config.get("moe_num_shared_experts", 2)
-    if number != 0:
+    if config.get("moe_num_shared_experts", 2) != 0:
         branches = (moe, experts.shared(sizes, size * fields.positive("moe_num_shared_experts", 2)))
     if bias:
         fields.refuse("use_bias: experts with biases are not served")
-    of = family.attention(sizes, replace(rope, interleaved=True), biases=biases)
-    layers = [family.layer(sizes, of, family.mlp(sizes, biases))] * sizes.layers
     sparse = _ernie_layers(fields, sizes)
+    rules = RopeRules(theta=5e5, interleaved=True)
     fields = family.tied_where_unsaid(fields)
-    return with_experts(fields, generation, sizes, layers, branches, sparse, max_context, eos=2)
+    model = llama.assembled(fields, sizes, Biases(bias, bias, bias), rules)
+    return experts.with_experts(model, branches, sparse)
 
 
-def _ernie_layers(fields: Fields, sizes: family.ModelSizes) -> frozenset[int]:
+def _ernie_layers(fields: Fields, sizes: ModelSizes) -> frozenset[int]:
     config, step = fields.config, fields.positive("moe_layer_interval", 1)
     first, last = config.get("moe_layer_start_index", 1), config.get("moe_layer_end_index", -1)
     if type(first) is not int or type(last) is not int:
@@ -181,35 +219,23 @@ def _ernie_layers(fields: Fields, sizes: family.ModelSizes) -> frozenset[int]:
     return frozenset(layer for layer in every if first <= layer <= last)
 
 
-def read_exaone_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+def read_exaone_moe(fields: Fields) -> ModelSpec:
     """EXAONE with experts. Layers without a window have no rotation where others have one."""
-    config = fields.config
     sizes = read_sizes(fields, kv_heads=32, epsilon=1e-5)
-    rope, max_context = read_rope(fields, sizes)
-    windows = exaone.read_windows(fields, sizes)
-    is_full = config.get("sliding_window", 4096) is None
-    layers = [
-        family.layer(
-            sizes,
-            family.attention(sizes, rope if window or is_full else None, window, qk_norm=True),
-        )
-        for window in windows
-    ]
-    branches = read_scored(
+    layers, max_context = windowed.read_exaone_layers(fields, sizes, family.llama_norms(sizes))
+    moe, shared = read_scored(
         fields, sizes, "num_experts", "num_shared_experts", factor=2.5, usual=(64, 1)
     )
-    moe = branches[0]
-    if isinstance(moe, MoeSpec):
-        moe = replace(moe, correction=(f"mlp.{_CORRECTION}", (moe.experts,)))
+    moe = replace(moe, correction=(f"mlp.{_CORRECTION}", (moe.experts,)))
     sparse = experts.read_first_dense(fields, sizes, 1)
-    kinds = config.get("mlp_layer_types")
+    kinds = fields.config.get("mlp_layer_types")
     if kinds is not None:
         sparse = read_sparse_layers(fields, sizes, kinds)
-    every = (moe, *branches[1:])
-    return with_experts(fields, generation, sizes, layers, every, sparse, max_context, eos=53)
+    model = family.model(fields, sizes, layers, max_context, eos=53)
+    return experts.with_experts(model, (moe, shared), sparse)
 
 
-def read_sparse_layers(fields: Fields, sizes: family.ModelSizes, kinds: object) -> frozenset[int]:
+def read_sparse_layers(fields: Fields, sizes: ModelSizes, kinds: object) -> frozenset[int]:
     """Read the layers with experts. kinds: what `mlp_layer_types` says of each layer."""
     if not isinstance(kinds, list) or not set(map(str, kinds)) <= {"dense", "sparse"}:
         fields.refuse("mlp_layer_types must say dense or sparse for each layer")
@@ -219,7 +245,7 @@ def read_sparse_layers(fields: Fields, sizes: family.ModelSizes, kinds: object) 
     return frozenset(layer for layer, kind in enumerate(kinds) if kind == "sparse")
 
 
-def read_afmoe(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+def read_afmoe(fields: Fields) -> ModelSpec:
     """AFMoE (Trinity): gated attention, with a rotation where it has a window, and four norms."""
     config = fields.config
     for key, usual in _AFMOE_FIXED.items():
@@ -250,7 +276,8 @@ def read_afmoe(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     branches = moe, experts.shared(sizes, size * fields.positive("num_shared_experts", 2))
     fields = fields.changed(first_k_dense_replace=config.get("num_dense_layers"))
     sparse = experts.read_first_dense(fields, sizes, 1)
-    model = with_experts(fields, generation, sizes, layers, branches, sparse, max_context)
+    model = family.model(fields, sizes, layers, max_context)
+    model = experts.with_experts(model, branches, sparse)
     scale = sizes.hidden**0.5 if config.get("mup_enabled") else 1.0
     return replace(model, embedding=replace(model.embedding, scale=scale))
 
@@ -261,15 +288,15 @@ def _gated(of: AttentionSpec) -> AttentionSpec:
     return replace(of, gate=gate)
 
 
-def _four_norms(sizes: family.ModelSizes) -> family.NormPlaces:
+def _four_norms(sizes: ModelSizes) -> family.NormPlaces:
     names = (
         *("input_layernorm", "pre_mlp_layernorm"),
         *("post_attention_layernorm", "post_mlp_layernorm"),
     )
-    return family.NormPlaces(*(NormSpec(name, sizes.hidden, sizes.epsilon) for name in names))
+    return family.NormPlaces(*(family.norm(name, sizes) for name in names))
 
 
-def read_phimoe(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+def read_phimoe(fields: Fields) -> ModelSpec:
     """Phi 3.5 with experts. A context ends where long factors would begin: transformers and the
     model's own code differ from there on.
     """
@@ -277,19 +304,16 @@ def read_phimoe(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     fields.only("num_experts_per_tok", 2)
     fields = _with_one_scale(fields)
     sizes = read_sizes(fields, epsilon=1e-5)
-    rope, max_context = read_rope(fields, sizes, RopeRules(theta=1e6))
-    biases = family.attention_biases(fields)
-    norms = family.layer_norms(sizes)
     counts = experts.read_counts(fields, default=16, default_of_token=2)
     moe = experts.moe(sizes.hidden, sizes.inner, counts, _PHIMOE, "sparse_mixer")
     moe = replace(moe, margin=2 * fields.number(config, "router_jitter_noise", 0.01))
-    layers = [
-        family.layer(sizes, family.attention(sizes, rope, each, biases), moe, norms)
-        for each in experts.read_same_windows(fields, sizes, config.get("sliding_window"))
-    ]
-    model = family.layer_normed(fields, generation, sizes, layers, max_context, 2)
+    windows = experts.read_same_windows(fields, sizes, config.get("sliding_window"))
+    biases, rules = family.attention_biases(fields), RopeRules(theta=1e6)
+    model = llama.assembled(fields, sizes, biases, rules, windows=windows)
+    model = family.with_norms(model, family.layer_norms(sizes))
     linear = replace(model.head.linear, bias=bool(config.get("lm_head_bias", False)))
-    return replace(model, head=replace(model.head, linear=linear))
+    head, last = replace(model.head, linear=linear), family.layer_norm(model.norm.path, sizes)
+    return experts.with_experts(replace(model, head=head, norm=last), (moe,))
 
 
 def _with_one_scale(fields: Fields) -> Fields:
@@ -314,14 +338,14 @@ def _with_one_scale(fields: Fields) -> Fields:
     )
 
 
-def read_hunyuan_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+def read_hunyuan_moe(fields: Fields) -> ModelSpec:
     """Hunyuan with experts: as the dense one, with experts in every layer."""
     config = fields.config
     experts.refuse_other_activation(fields)
     size = config.get("moe_intermediate_size")
     if size is not None and size != config.get("intermediate_size"):
         fields.refuse("moe_intermediate_size must be intermediate_size")
-    dense = renamed.read_hunyuan(fields, generation)
+    dense = llama.read_hunyuan(fields)
     sizes = family.read_sizes(Fields(config), epsilon=1e-5)
     counted = fields.changed(
         num_experts=config.get("num_experts", config.get("num_local_experts")),
@@ -333,67 +357,85 @@ def read_hunyuan_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec
     moe = experts.moe(sizes.hidden, sizes.inner, counts, names, "softmax_top_k_normed")
     moe = replace(moe, wide_router=True)
     branches = moe, experts.shared(sizes, sizes.inner, "mlp.shared_mlp")
-    layer = experts.with_branches(dense.layers[0], branches)
-    return replace(dense, layers=(layer,) * dense.num_layers)
+    return experts.with_experts(dense, branches)
 
 
-def read_olmoe(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+def read_olmoe(fields: Fields) -> ModelSpec:
     """OLMoE: norms of q and k over all heads."""
     fields.only("clip_qkv", None)
-    return _read_olmo(fields, generation, LLAMA, (64, 8), 1e-5, 50279)
+    sizes = read_sizes(fields, epsilon=1e-5)
+    return _olmo(fields, sizes, (64, 8), LLAMA, eos=50279)
 
 
-def read_flex_olmo(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+def read_flex_olmo(fields: Fields) -> ModelSpec:
     """FlexOlmo: as OLMoE, with norms behind attention and experts alone."""
-    rules = RopeRules(theta=5e5)
-    model = _read_olmo(fields, generation, rules, (7, 5), 1e-6, 100257)
-    attend, feed = model.layers[0].steps
-    size, epsilon = model.hidden_size, model.norm.epsilon
-    steps = (
-        replace(attend, pre=None, post=NormSpec("post_attention_layernorm", size, epsilon)),
-        replace(feed, pre=None, post=NormSpec("post_feedforward_layernorm", size, epsilon)),
-    )
-    return replace(model, layers=(LayerSpec(steps),) * model.num_layers)
+    sizes = read_sizes(fields)
+    model = _olmo(fields, sizes, (7, 5), RopeRules(theta=5e5), eos=100257)
+    return family.with_norms(model, family.norms_behind(sizes))
 
 
-def _read_olmo(
-    fields: Fields,
-    generation: Mapping[str, Any],
-    rules: RopeRules,
-    usual: tuple[int, int],
-    epsilon: float,
-    eos: int,
+def _olmo(
+    fields: Fields, sizes: ModelSizes, usual: tuple[int, int], rules: RopeRules, eos: int
 ) -> ModelSpec:
-    sizes = read_sizes(fields, epsilon=epsilon)
     family.refuse_other_head_dim(fields, sizes)
-    rope, max_context = read_rope(fields, sizes, rules)
-    biases = family.attention_biases(fields)
-    of = olmo.with_wide_norms(family.attention(sizes, rope, biases=biases), sizes)
-    moe = read_softmax(fields, sizes, usual, sizes.inner)
-    layers = [family.layer(sizes, of)] * sizes.layers
-    every = range(sizes.layers)
-    return with_experts(fields, generation, sizes, layers, (moe,), every, max_context, eos=eos)
+    model = llama.assembled(fields, sizes, family.attention_biases(fields), rules, eos=eos)
+    model = llama.with_attention(model, **windowed.wide_norms(sizes))
+    return experts.with_experts(model, (read_softmax(fields, sizes, usual, sizes.inner),))
 
 
-# What MiniMax M2's own code can compute otherwise.
-_MINIMAX_FIXED: dict[str, Any] = {
-    "use_qk_norm": True,
-    "qk_norm_type": "per_layer",
-    "scoring_func": "sigmoid",
-    "use_routing_bias": True,
-    "shared_intermediate_size": 0,
-}
+def read_gpt_oss(fields: Fields) -> ModelSpec:
+    """gpt-oss: experts with biases in every layer, sinks, windows in every other layer."""
+    experts.refuse_other_routing(fields)
+    config = fields.config
+    if not rope_table(fields):
+        fields = fields.changed(rope_parameters=_YARN)
+    sizes = family.read_sizes(fields, kv_heads=8, head_dim=64, epsilon=1e-5)
+    bias = bool(config.get("attention_bias", True))
+    window = config.get("sliding_window", 128)
+    windows = family.read_windows(fields, sizes, window, lambda layer: layer % 2 == 0)
+    biases, rules = Biases(qkv=bias, o=bias), RopeRules(theta=150_000.0)
+    model = llama.assembled(fields, sizes, biases, rules, windows=windows, eos=None)
+    model = llama.with_attention(model, sinks=True)
+    return experts.with_experts(model, (_read_gpt_oss_experts(fields, sizes),))
 
 
-def read_sizes(fields: Fields, **usual: Any) -> family.ModelSizes:
-    family.refuse_other_attention(fields)
+def _read_gpt_oss_experts(fields: Fields, sizes: ModelSizes) -> MoeSpec:
+    for key, served in (("swiglu_alpha", SWIGLU_ALPHA), ("swiglu_limit", SWIGLU_LIMIT)):
+        if fields.number(fields.config, key, served) != served:
+            fields.refuse(f"{key} must be {served:g}, got {fields.config[key]!r}")
+    if _is_mxfp4(fields):
+        for key, size in (("hidden_size", sizes.hidden), ("intermediate_size", sizes.inner)):
+            if sizes.is_sound and size % MXFP4_BLOCK:
+                fields.refuse(f"{key} must be a multiple of {MXFP4_BLOCK} in MXFP4, got {size}")
+    counts = experts.read_counts(fields, default=128, default_of_token=4)
+    form: ExpertForm = "mxfp4" if _is_mxfp4(fields) else "stacked"
+    moe = experts.moe(sizes.hidden, sizes.inner, counts, _GPT_OSS, "top_k_softmax")
+    return replace(
+        moe,
+        gate_up=_with_bias(moe.gate_up, form, interleaved=True),
+        down=_with_bias(moe.down, form, interleaved=False),
+        router=replace(moe.router, bias=True),
+        activation="clamped_swiglu",
+    )
+
+
+def _is_mxfp4(fields: Fields) -> bool:
+    return fields.table(fields.config, "quantization_config").get("quant_method") == "mxfp4"
+
+
+def _with_bias(linear: LinearSpec, form: ExpertForm, *, interleaved: bool) -> LinearSpec:
+    """Add a bias to a product of experts, whose weights lie as this family stores them."""
+    assert linear.stored is not None
+    storage = ExpertStorage(linear.stored.path, form, interleaved, transposed=True)
+    return replace(linear, bias=True, stored=storage)
+
+
+def read_sizes(fields: Fields, **usual: Any) -> ModelSizes:
     experts.refuse_other_activation(fields)
     return family.read_sizes(fields, **usual)
 
 
-def read_softmax(
-    fields: Fields, sizes: family.ModelSizes, usual: tuple[int, int], size: int
-) -> MoeSpec:
+def read_softmax(fields: Fields, sizes: ModelSizes, usual: tuple[int, int], size: int) -> MoeSpec:
     """Read experts by the softmax of all logits. usual: counts where `config.json` says nothing."""
     counts = experts.read_counts(fields, default=usual[0], default_of_token=usual[1])
     normed = bool(fields.config.get("norm_topk_prob", False))
@@ -403,14 +445,14 @@ def read_softmax(
 
 def read_scored(
     fields: Fields,
-    sizes: family.ModelSizes,
+    sizes: ModelSizes,
     routed: str,
     shared: str,
     *,
     factor: float = 1.0,
     normed: bool = True,
     usual: tuple[int | None, int | None] = (128, 1),
-) -> tuple[FeedForward, ...]:
+) -> tuple[MoeSpec, MlpSpec]:
     """Read experts by corrected sigmoids, and those that every token uses. routed, shared: keys of
     their numbers; usual: these, where `config.json` says nothing.
     """
@@ -429,21 +471,13 @@ def read_scored(
     return moe, experts.shared(sizes, size * fields.positive(shared, usual[1]))
 
 
-def with_experts(
-    fields: Fields,
-    generation: Mapping[str, Any],
-    sizes: family.ModelSizes,
-    layers: Sequence[LayerSpec],
-    branches: Sequence[FeedForward],
-    sparse: Collection[int],
-    max_context: int,
-    *,
-    eos: int | None = None,
-) -> ModelSpec:
-    """Make the model. layers: dense; of those in `sparse` the last step has these branches."""
-    made = [
-        experts.with_branches(layer, branches) if index in sparse else layer
-        for index, layer in enumerate(layers)
-    ]
-    ids = family.read_eos(fields, generation, sizes, default=eos)
-    return family.model(fields, sizes, made, max_context, ids)
+def read_sparse(fields: Fields, sizes: ModelSizes) -> frozenset[int]:
+    """The layers with experts."""
+    step = fields.positive("decoder_sparse_step", 1)
+    dense = fields.config.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        fields.refuse(f"mlp_only_layers must be numbers of layers, got {dense!r}")
+        dense = []
+    if not sizes.is_sound:
+        return frozenset()
+    return frozenset(range(step - 1, sizes.layers, step)).difference(dense)

@@ -9,9 +9,10 @@ from msgspec.structs import replace
 from loraplex.server.model.families import family
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.families.readers import gemma
-from loraplex.server.model.families.towers.clip_towers import SIGLIP, clip_parts
 from loraplex.server.model.families.towers.tower_parts import (
     COLOURS,
+    SIGLIP,
+    clip_parts,
     older_placeholder,
     placeholder,
     tower,

@@ -7,12 +7,15 @@ from msgspec.structs import replace
 
 from loraplex.server.model.families import family
 from loraplex.server.model.families.fields import Fields
-from loraplex.server.model.families.towers.clip_towers import CLIP, SIGLIP, clip_parts
-from loraplex.server.model.families.towers.intern_towers import intern_parts
-from loraplex.server.model.families.towers.pixtral_towers import PIXTRAL, pixtral_parts
 from loraplex.server.model.families.towers.tower_parts import (
+    CLIP,
+    PIXTRAL,
+    SIGLIP,
     EncoderParts,
+    clip_parts,
+    intern_parts,
     older_placeholder,
+    pixtral_parts,
     products,
     tower,
 )

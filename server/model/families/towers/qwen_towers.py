@@ -128,7 +128,7 @@ def _qwen2_encoder(fields: Fields, text: ModelSpec, side: int) -> _Encoder:
     """Qwen2-VL: LayerNorms, MLPs without gate, rotation by height and width."""
     inner = fields.positive("embed_dim") * fields.positive("mlp_ratio")
     sizes = turned_sizes(fields, ("embed_dim", *_KEYS), inner, _EPSILON)
-    names = family.LayerNames(("attn.qkv",), "attn.proj", "mlp.fc1", "mlp.fc2")
+    names = family.LayerNames(("attn.qkv",), "attn.proj", ("mlp.fc1",), "mlp.fc2")
     layers = (plain_layer(sizes, _rope(fields), names, "norm"),) * sizes.layers
     merger = _merger(fields, "hidden_size", sizes, text, side, ("merger.mlp.0", "merger.mlp.2"))
     return _Encoder(sizes, layers, family.layer_norm("merger.ln_q", sizes), merger)
@@ -161,7 +161,7 @@ def _qwen3_encoder(fields: Fields, text: ModelSpec, side: int) -> _Encoder:
     """Qwen3-VL: as Qwen2-VL, with a table of positions and deep mergers. Qwen3.5 has none."""
     inner = fields.positive("intermediate_size")
     sizes = turned_sizes(fields, ("hidden_size", *_KEYS), inner, _EPSILON)
-    names = family.LayerNames(("attn.qkv",), "attn.proj", "mlp.linear_fc1", "mlp.linear_fc2")
+    names = family.LayerNames(("attn.qkv",), "attn.proj", ("mlp.linear_fc1",), "mlp.linear_fc2")
     layers = (plain_layer(sizes, _rope(fields), names, "norm"),) * sizes.layers
     merger = _merger(fields, "out_hidden_size", sizes, text, side, _fcs("merger"))
     merger = replace(merger, deep=_deep(fields, side, sizes, text))
@@ -206,8 +206,8 @@ def _rope(fields: Fields) -> RopeSpec:
 def _windowed_layer(sizes: family.ModelSizes, rope: RopeSpec, window: int | None) -> LayerSpec:
     norms = family.NormPlaces(*(NormSpec(f"norm{n}", sizes.hidden, _EPSILON) for n in (1, 2)))
     of = family.attention(sizes, rope, window, BIASES)
-    qkv, o = family.fused(of.qkv, "attn.qkv"), family.with_paths(of.o, "attn.proj")
-    return family.layer(sizes, replace(of, qkv=qkv, o=o), family.mlp(sizes, BIASES), norms)
+    of = replace(of, qkv=family.fused(of.qkv, "attn.qkv"), o=family.with_paths(of.o, "attn.proj"))
+    return family.layer(sizes, of, family.mlp(sizes, BIASES), norms)
 
 
 def _merger(

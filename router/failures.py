@@ -24,12 +24,15 @@ class DeadlinePassed(Exception):
 
 
 class SequenceFailed(Exception):
-    """A worker ended the sequence in an error, or no worker could go on with it."""
+    """A worker ended the sequence in an error, or no worker could go on with it. param: the place
+    in the body that is at fault, where it is known.
+    """
 
-    def __init__(self, code: ErrorCode, message: str) -> None:
+    def __init__(self, code: ErrorCode, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.code: ErrorCode = code
         self.message = message
+        self.param = param
 
 
 class RequestQuarantined(Exception):
@@ -74,7 +77,7 @@ def request_error(error: Exception, api: Api) -> RequestError:
     if isinstance(error, AdapterError):
         return from_adapter_error(error, adapter_field(api))
     if isinstance(error, SequenceFailed):
-        return from_engine_error(error.code, error.message)
+        return from_engine_error(error.code, error.message, error.param)
     if isinstance(error, QueueFull):
         return RequestError("overloaded", error.message, retry_after_s=error.retry_after_s)
     if isinstance(error, NoWorker):

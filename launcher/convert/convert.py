@@ -34,10 +34,10 @@ from loraplex.launcher.convert.formats import (
 from loraplex.launcher.convert.methods import MethodOptions, convert_method, is_other_method
 from loraplex.launcher.convert.mlx import (
     MlxOptions,
+    check_factors,
     check_kind,
     is_mlx_config,
     plan_mlx,
-    refuse_factors,
 )
 from loraplex.launcher.convert.pickles import PickleLimits, read_pickle
 from loraplex.launcher.convert.plan import Conversion, ConversionPlan, Move, WrittenAdapter, refusal
@@ -176,8 +176,9 @@ def _plan(
     if options.method.is_asked_for:
         raise refusal("--rank, --max-error and --initial are for other methods of PEFT than LoRA")
     if form == "mlx-lm":
-        refuse_factors(config, tensors, base)
-        return plan_mlx(config, tensors, options.mlx)
+        notes = check_factors(config, tensors, base)
+        plan = plan_mlx(config, tensors, options.mlx)
+        return msgspec.structs.replace(plan, notes=plan.notes + notes)
     _refuse_mlx_options(options.mlx)
     return ConversionPlan(form, text, tuple(Move(tensor.name, tensor) for tensor in tensors))
 

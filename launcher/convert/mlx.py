@@ -22,6 +22,9 @@ _SIDE = re.compile(r"(?P<path>.+)\.lora_(?P<side>[ab])")
 _EMBEDDING = "embed_tokens"
 _HEAD = "lm_head"
 _WITH_FACTORS = "falcon-h1"
+# Modules of Falcon-H1 that few others have, and what it has not.
+_OF_FACTORS = re.compile(r"\.mamba\.|\.feed_forward\.(gate|up|down)_proj\.")
+_NOT_OF_FACTORS = ".mlp."
 _MAX_NUMBER = 1e30
 _READ_BY_MLX = frozenset({"rank", "scale", "dropout", "keys"})
 
@@ -76,12 +79,12 @@ def check_kind(config: Mapping[str, Any]) -> None:
         raise refusal(f"fine_tune_type is {shown(kind)}; only lora is converted")
 
 
-def refuse_factors(
+def check_factors(
     config: Mapping[str, Any], tensors: Sequence[TensorInfo], base: BaseSpec | None
-) -> None:
+) -> tuple[str, ...]:
     """Checks that mlx-lm's base is the one that is served. Raises AdapterError for Falcon-H1: there
     mlx-lm multiplies factors of products into matrices, which LoRA beside them has not, and leaves
-    others out. base: None = not known.
+    others out. base: None = not known. Returns a note where neither base nor names tell.
     """
     layers = () if base is None else base.layers
     has_both = any({"in", "qkv"} <= layer.sites.keys() for layer in layers)
@@ -90,12 +93,19 @@ def refuse_factors(
             "mlx-lm multiplies factors of Falcon-H1 (ssm_multipliers, ...) into its matrices: LoRA"
             " trained beside these is not LoRA of the base; train it with PEFT"
         )
-    named = next((tensor.name for tensor in tensors if ".mamba." in tensor.name), None)
+    names = [tensor.name for tensor in tensors]
+    named = next((name for name in names if _OF_FACTORS.search(name)), None)
     if base is None and named is not None:
         raise refusal(
-            f"{named}: mlx-lm changes factors of Falcon-H1, but not of other bases with Mamba-2;"
-            " --base MODEL shows which it is"
+            f"{named}: mlx-lm changes factors of Falcon-H1, but not of other bases with such"
+            " modules; --base MODEL shows which it is"
         )
+    if base is not None or any(_NOT_OF_FACTORS in name for name in names):
+        return ()
+    return (
+        "not checked: whether the base is Falcon-H1, where mlx-lm's LoRA is none of the base;"
+        " --base MODEL shows it",
+    )
 
 
 def plan_mlx(

@@ -8,7 +8,7 @@ from msgspec import UNSET, UnsetType
 
 from loraplex.adapters.errors import AdapterError, AdapterErrorCode, Violation
 from loraplex.router.call import Cause, RequestError
-from loraplex.server.protocol import ErrorCode
+from loraplex.server.protocol import ErrorCode, SamplingParams
 
 # The shape of an error: LoRAX's {"error", "error_type"}, OpenAI's {"error": {…}} or Anthropic's
 # {"type": "error", "error": {…}}. `vllm` is OpenAI's with the statuses that vLLM's two LoRA routes
@@ -136,6 +136,10 @@ _OF_ENGINE: dict[ErrorCode, Cause] = {
     "internal": "internal",
 }
 
+# Fields of requests that a worker may blame; the others are not the caller's.
+_OURS = frozenset(("grammar", "end_token_ids", "names_once", "thinking"))
+_BLAMED = frozenset(SamplingParams.__struct_fields__) - _OURS | {"return_routed_experts"}
+
 
 class LoraxError(msgspec.Struct, frozen=True):
     """An error of the LoRAX routes, and of all that are not below `/v1`."""
@@ -215,9 +219,14 @@ def from_adapter_error(error: AdapterError, param: str | None = None) -> Request
     )
 
 
-def from_engine_error(code: ErrorCode, message: str) -> RequestError:
-    """Makes the caller's error from the error of a worker about a sequence."""
-    return RequestError(_OF_ENGINE[code], message)
+def from_engine_error(code: ErrorCode, message: str, param: str | None = None) -> RequestError:
+    """Makes the caller's error from the error of a worker about a sequence. A worker that blames a
+    field begins with its name. param: another place that is at fault.
+    """
+    cause, field = _OF_ENGINE[code], message.partition(": ")[0]
+    if cause == "invalid" and field in _BLAMED:
+        param = field
+    return RequestError(cause, message, param=param)
 
 
 def status_of(cause: Cause, dialect: Dialect) -> int:

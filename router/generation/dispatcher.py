@@ -400,6 +400,9 @@ class Dispatcher:
             salt=_salt(authorised, self._limits.share_prefixes),
             drafts=_salt(authorised, False) if authorised.call.drafts else None,
             session=authorised.session,
+            places={
+                file.digest: file.where for task in tokenised.tasks for file in task.prompt.files
+            },
         )
         generation = Generation(
             head=admitted.head,

@@ -8,7 +8,7 @@ import asyncio
 import hashlib
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -84,7 +84,7 @@ class RunContext(msgspec.Struct, frozen=True):
     request's; "" = nobody's. weight: the tenant's. salt: names the cached prefixes that may be
     used. drafts: as in GenerateRequest. room: in the queue, for all of the sequences. session:
     its sequences had better run where the last of this session ran; "" = none. fleet: the workers
-    of its base, whose digest is `base_digest`.
+    of its base, whose digest is `base_digest`. places: of pictures in the body, by their digests.
     """
 
     fleet: Fleet
@@ -100,6 +100,15 @@ class RunContext(msgspec.Struct, frozen=True):
     salt: str = ""
     drafts: str | None = None
     session: str = ""
+    places: Mapping[str, str] = {}
+
+    def failure(self, code: ErrorCode, message: str) -> SequenceFailed:
+        """The failure of a sequence. A worker that blames a picture begins with its digest."""
+        picture, _, problem = message.partition(": ")
+        where = self.places.get(picture)
+        if where is None:
+            return SequenceFailed(code, message)
+        return SequenceFailed(code, f"`{where}`: {problem}", where)
 
 
 def ids_with_pictures(request: GenerateRequest) -> Sequence[int]:
@@ -299,7 +308,7 @@ class SequenceRun:
         context, attempts = self._context, self._attempts
         step = attempts.failed(code, len(self._accepted))
         if step == "fail":
-            self._fail(SequenceFailed(code, message))
+            self._fail(context.failure(code, message))
         elif step == "quarantine":
             self._quarantine()
         elif step == "later":

@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import logging
 import re
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import Literal
 
@@ -21,7 +20,9 @@ from starlette.types import Message, Receive, Scope, Send
 from loraplex.router.call import RequestError
 from loraplex.router.http.body import BodyLimits, read_json_body
 from loraplex.router.http.sse import EventStream, takes_events, until_disconnect
+from loraplex.router.shared.divided_room import DividedRoom
 from loraplex.router.shared.store import Store, StoreDown
+from loraplex.router.tenancy.keys import Caller
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ _KEY = re.compile(r"[\x21-\x7e]{1,255}")
 
 Run = Callable[[Request], Awaitable[Response]]
 # Of the header `Authorization`.
-Identify = Callable[[str | None], Awaitable[object]]
+Identify = Callable[[str | None], Awaitable[Caller]]
 
 
 class _Record(msgspec.Struct, frozen=True, array_like=True):
@@ -69,10 +70,12 @@ _decode = msgspec.msgpack.Decoder(_Record).decode
 class _Flight:
     """A request that runs here. done: its answer, or None when its like has to try for itself.
 
-    streams: it asks for a stream; known from the start, for its first token may be long in coming.
+    tenant: its caller's. streams: it asks for a stream; known from the start, for its first token
+    may be long in coming.
     """
 
-    def __init__(self, mark: bytes, streams: bool) -> None:
+    def __init__(self, tenant: str, mark: bytes, streams: bool) -> None:
+        self.tenant = tenant
         self.mark = mark
         self.streams = streams
         self.done: asyncio.Future[_Record | None] = asyncio.get_running_loop().create_future()
@@ -104,7 +107,7 @@ class Idempotency:
         self._strict = strict
         self._late: set[asyncio.Task[None]] = set()
         self._flights: dict[str, _Flight] = {}
-        self._kept: OrderedDict[str, None] = OrderedDict()
+        self._kept = DividedRoom()
 
     async def answer(self, request: Request, run: Run) -> Response:
         """Runs a request, or repeats the answer that its key has already. Raises what `run` raises,
@@ -117,15 +120,15 @@ class Idempotency:
         if not _KEY.fullmatch(key):
             raise RequestError("invalid", "Idempotency-Key: expected 1 to 255 visible characters")
         authorization = request.headers.get("authorization")
-        await self._identify(authorization)
+        caller = await self._identify(authorization)
         body = await read_json_body(request, self._body_limits)
-        name = _name(authorization or "", key)
+        name = _name(caller.tenant, authorization or "", key)
         mark = hashlib.sha256(request.url.path.encode() + b"\0" + body).digest()
         while (flight := self._flights.get(name)) is not None:
             record = await self._follow(request, flight, mark)
             if record is not None:
                 return _replay(record)
-        flight = _Flight(mark, _asks_for_stream(request, body))
+        flight = _Flight(caller.tenant, mark, _asks_for_stream(request, body))
         return await self._lead(name, flight, with_body(request, body), run)
 
     async def _follow(self, request: Request, flight: _Flight, mark: bytes) -> _Record | None:
@@ -207,25 +210,29 @@ class Idempotency:
     ) -> None:
         renewing.cancel()
         try:
-            if not await self._record_end(name, claim, record):
-                task = asyncio.create_task(self._record_end_late(name, claim, record))
+            if not await self._record_end(name, claim, flight, record):
+                task = asyncio.create_task(self._record_end_late(name, claim, flight, record))
                 self._late.add(task)
                 task.add_done_callback(self._late.discard)
         finally:
             self._land(name, flight, record)
 
-    async def _record_end(self, name: str, claim: bytes, record: _Record | None) -> bool:
+    async def _record_end(
+        self, name: str, claim: bytes, flight: _Flight, record: _Record | None
+    ) -> bool:
         """Record the request's end. Returns whether the store has it now."""
         try:
             new = None if record is None else _encode(record)
             await self._store.swap(name, claim, new, self._ttl_s)
             if record is not None and record.body is not None:
-                await self._keep(name)
+                await self._keep(flight.tenant, name)
         except StoreDown:
             return False
         return True
 
-    async def _record_end_late(self, name: str, claim: bytes, record: _Record | None) -> None:
+    async def _record_end_late(
+        self, name: str, claim: bytes, flight: _Flight, record: _Record | None
+    ) -> None:
         """Records the end later. A store that was late once must not make a request that is done
         run again.
         """
@@ -233,16 +240,16 @@ class Idempotency:
         until = loop.time() + _LATE_S
         while loop.time() < until:
             await asyncio.sleep(_LATE_STEP_S)
-            if await self._record_end(name, claim, record):
+            if await self._record_end(name, claim, flight, record):
                 return
 
-    async def _keep(self, name: str) -> None:
-        """Notes a kept answer, and bounds what this router has the store keep: the oldest answer is
-        forgotten.
+    async def _keep(self, tenant: str, name: str) -> None:
+        """Notes a kept answer, and bounds what this router has the store keep: the oldest answer of
+        the tenant that has most is forgotten.
         """
-        self._kept[name] = None
+        self._kept.put(tenant, name)
         if len(self._kept) > MAX_KEPT:
-            oldest, _ = self._kept.popitem(last=False)
+            oldest = self._kept.pop()
             stored = await self._store.get(oldest)
             if stored is not None:
                 bare = msgspec.structs.replace(_decode(stored), headers=(), body=None)
@@ -279,12 +286,12 @@ class _Watched(Response):
             await self._finish(whole)
 
 
-def _name(authorization: str, key: str) -> str:
-    """The store's name of a key. One caller's keys mean nothing to another; neither shows in the
-    store.
+def _name(tenant: str, authorization: str, key: str) -> str:
+    """The store's name of a key, among its tenant's. One caller's keys mean nothing to another;
+    neither shows in the store.
     """
     digest = hashlib.sha256(f"{authorization}\0{key}".encode("utf-8", "surrogateescape"))
-    return f"idempotency:{digest.hexdigest()}"
+    return f"idempotency:{tenant}:{digest.hexdigest()}"
 
 
 def _asks_for_stream(request: Request, body: bytes) -> bool:

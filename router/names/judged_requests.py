@@ -78,6 +78,8 @@ class JudgedRequests:
 
 
 def key_of(tenant: str, request_id: str) -> str:
-    """The key of a request's value in the store. Callers choose ids, so it is of their hash."""
+    """The key of a request's value in the store, among its tenant's. Callers choose ids, so it is
+    of their hash.
+    """
     text = f"{tenant}\0{request_id}".encode("utf-8", "surrogatepass")
-    return f"judged:{blake2b(text, digest_size=16).hexdigest()}"
+    return f"judged:{tenant}:{blake2b(text, digest_size=16).hexdigest()}"

@@ -21,11 +21,13 @@ T = TypeVar("T")
 
 
 class Picture(msgspec.Struct, frozen=True):
-    """A picture of a request. digest: SHA-256 of the file. grid: its patches."""
+    """A picture of a request. digest: SHA-256 of the file. grid: its patches. where: its place in
+    the body, the first that has it."""
 
     digest: str
     data: bytes
     grid: Grid
+    where: str = ""
 
 
 class PictureReader:
@@ -73,7 +75,9 @@ class PictureReader:
     async def _read(self, one: GivenPicture, model: TextModel, vision: VisionCard) -> Picture:
         data = await self._data(one, model)
         size = len(data) // _CHARACTERS
-        return await model.turns.run(size, _blaming(one.where, lambda: _picture(data, vision)))
+        return await model.turns.run(
+            size, _blaming(one.where, lambda: _picture(data, one.where, vision))
+        )
 
     async def _data(self, one: GivenPicture, model: TextModel) -> bytes:
         if one.file_id is not None:
@@ -86,11 +90,11 @@ class PictureReader:
             return await self._fetcher.fetch(one.url, one.where)
 
 
-def _picture(data: bytes, vision: VisionCard) -> Picture:
+def _picture(data: bytes, where: str, vision: VisionCard) -> Picture:
     """Raises ValueError for what is no picture, or one of an odd shape."""
     head = read_picture_head(data)
     grid = vision.grid(head.width, head.height)
-    return Picture(hashlib.sha256(data).hexdigest(), data, grid)
+    return Picture(hashlib.sha256(data).hexdigest(), data, grid, where)
 
 
 def _blaming(where: str, work: Callable[[], T]) -> Callable[[], T]:

@@ -7,6 +7,7 @@ from itertools import islice
 
 from loraplex.router.policy import quota
 from loraplex.router.policy.quota import Ask, QuotaAccount, Verdict
+from loraplex.router.shared.divided_room import DividedRoom
 from loraplex.router.shared.store import (
     MAX_COUNTERS,
     MAX_ROWS,
@@ -40,6 +41,7 @@ class MemoryStore:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._values: OrderedDict[str, tuple[float, bytes]] = OrderedDict()
+        self._room = DividedRoom()
         self._tables: dict[str, _Rows] = {}
         self._leases: dict[str, dict[str, tuple[float, bytes]]] = {}
         self._logs: dict[str, deque[bytes]] = {}
@@ -53,11 +55,12 @@ class MemoryStore:
     async def set(self, key: str, value: bytes, ttl_s: float) -> None:
         self._values[key] = (self._clock() + ttl_s, value)
         self._values.move_to_end(key)
+        self._room.put(_owner(key), key)
         now = self._clock()
         for old in [k for k, (until, _) in islice(self._values.items(), _SWEPT) if until <= now]:
-            del self._values[old]
-        if len(self._values) > MAX_VALUES:
-            self._values.popitem(last=False)
+            self._remove(old)
+        if len(self._room) > MAX_VALUES:
+            del self._values[self._room.pop()]
 
     async def add(self, key: str, value: bytes, ttl_s: float) -> bytes | None:
         there = await self.get(key)
@@ -69,10 +72,14 @@ class MemoryStore:
         if await self.get(key) != old:
             return False
         if new is None:
-            del self._values[key]
+            self._remove(key)
         else:
             await self.set(key, new, ttl_s)
         return True
+
+    def _remove(self, key: str) -> None:
+        del self._values[key]
+        self._room.drop(_owner(key), key)
 
     async def version(self, table: str) -> str:
         found = self._tables.get(table)
@@ -184,3 +191,8 @@ class MemoryStore:
 
     def _now_ms(self) -> int:
         return int(self._clock() * 1000)
+
+
+def _owner(key: str) -> str:
+    """The owner of a value, who shares the room with others: the key but for its last part."""
+    return key.rpartition(":")[0]

@@ -64,7 +64,8 @@ class Store(Protocol):
     and of ids; never a secret.
     """
 
-    # Values: each for a time, found by its key alone.
+    # Values: each for a time, found by its key alone. Keys that differ in the part behind the last
+    # colon alone are one owner's, who shares a bounded room with others.
 
     async def get(self, key: str) -> bytes | None: ...
 

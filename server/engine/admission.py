@@ -206,7 +206,7 @@ def _bad_pictures(request: GenerateRequest, whole: ExecutorLimits) -> str | None
         if problem is None and held != (limits.form.tokens(span.grid), {limits.token_id}):
             problem = f"tokens {begin} to {end - 1} must hold its placeholders, {limits.token_id}"
         if problem is not None:
-            return f"pictures: {problem}"
+            return f"{span.picture}: {problem}"
     if sum(blocks_of(request.pictures, limits).values()) <= limits.num_blocks:
         return None
     tokens = limits.num_blocks * limits.block_tokens

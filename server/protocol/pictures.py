@@ -1,8 +1,9 @@
 """Pictures of a prompt: where they lie in its tokens, and how many tokens they take. Pure."""
 
 import math
+from collections.abc import Callable
 from itertools import chain
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -207,19 +208,7 @@ class VisionCard(msgspec.Struct, frozen=True):
     @property
     def most_seen_pixels(self) -> int:
         """A bound of the pixels that patches are made of."""
-        if self.rule == "gemma4":
-            return self.max_pixels
-        if isinstance(self.form, TiledForm):
-            patches = self.form.patches(self.form.largest(0))
-            return patches * self.patch_size**2
-        if self.tiles is not None:
-            return (self.tiles.most + 1) * self.tiles.size**2
-        if self.rule == "clip":
-            return self.crop_size**2
-        # Sides are multiples of whole tokens.
-        if self.rule == "pixtral":
-            return (self.longest_edge + self.unit) ** 2
-        return 2 * max(self.min_pixels, self.max_pixels) + 2 * _MAX_ASPECT * self.unit**2
+        return _RULES[self.rule].most_seen(self)
 
     @property
     def most_tokens(self) -> int:
@@ -232,39 +221,12 @@ class VisionCard(msgspec.Struct, frozen=True):
         """The pixels that patches are made of. Boxes are of one size, and lie one below the other
         as `PictureForm.stack` has them. ValueError: the picture is too long and thin."""
         _check_shape(width, height)
-        if self.tiles is not None:
-            return self.tiles.cuts(width, height, self.patch_size * self.form.tile)
-        side = self.crop_size
-        seen, size = side // self.patch_size * self.patch_size, (side, side)
-        if isinstance(self.form, TiledForm):
-            _, tiling = picture_cuts.best_tiling(width, height, side, self.form.tilings)
-            tiles = picture_cuts.in_tiling(width, height, side, tiling, seen)
-            return [PictureCut(size, ((0, 0, seen, seen),)), tiles]
-        if self.rule == "clip":
-            if self.shortest_edge:
-                size = picture_cuts.with_shortest(width, height, self.shortest_edge)
-            return [picture_cuts.middle(size, side, seen)]
-        if self.rule == "pixtral":
-            size = picture_cuts.within(width, height, self.unit, self.longest_edge)
-            return [picture_cuts.whole(size)]
-        least, most = self.min_pixels, self.max_pixels
-        if self.rule == "gemma4":
-            return [picture_cuts.whole(picture_cuts.filling(width, height, self.unit, most))]
-        return [picture_cuts.whole(picture_cuts.with_area(width, height, self.unit, least, most))]
+        return _RULES[self.rule].cuts(self, width, height)
 
     def grid(self, width: int, height: int) -> Grid:
         """Patches of a picture of so many pixels. ValueError: it is too long and thin."""
         _check_shape(width, height)
-        if self.tiles is not None:
-            rows, columns = self.tiles.shape(width, height)
-            return 1, rows * self.form.tile, columns * self.form.tile
-        if isinstance(self.form, TiledForm):
-            tilings = self.form.tilings
-            number = picture_cuts.best_tiling(width, height, self.crop_size, tilings)[0] + 1
-            padded = self.form.padded(number)
-            return number, *picture_cuts.without_padding(width, height, *padded)
-        ((left, top, right, bottom),) = self.cuts(width, height)[0].boxes
-        return 1, (bottom - top) // self.patch_size, (right - left) // self.patch_size
+        return _RULES[self.rule].grid(self, width, height)
 
     def ids(self, grid: Grid) -> list[int]:
         """Ids that come in place of the spot of a picture of this grid."""
@@ -293,3 +255,101 @@ def _check_shape(width: int, height: int) -> None:
             f"a picture of {width} x {height} pixels is more than {_MAX_ASPECT} times longer "
             "one way than the other"
         )
+
+
+def _grid_of_cut(card: VisionCard, width: int, height: int) -> Grid:
+    """The grid of a picture whose patches are made of one cut."""
+    ((left, top, right, bottom),) = card.cuts(width, height)[0].boxes
+    return 1, (bottom - top) // card.patch_size, (right - left) // card.patch_size
+
+
+class _Rule(NamedTuple):
+    """A rule's part of a VisionCard: what its properties and methods of these names give."""
+
+    most_seen: Callable[[VisionCard], int]
+    cuts: Callable[[VisionCard, int, int], list[PictureCut]]
+    grid: Callable[[VisionCard, int, int], Grid] = _grid_of_cut
+
+
+def _area_pixels(card: VisionCard) -> int:
+    return 2 * max(card.min_pixels, card.max_pixels) + 2 * _MAX_ASPECT * card.unit**2
+
+
+def _area_cuts(card: VisionCard, width: int, height: int) -> list[PictureCut]:
+    bounds = card.min_pixels, card.max_pixels
+    return [picture_cuts.whole(picture_cuts.with_area(width, height, card.unit, *bounds))]
+
+
+def _middle_cuts(card: VisionCard, width: int, height: int) -> list[PictureCut]:
+    side = card.crop_size
+    size = (side, side)
+    if card.shortest_edge:
+        size = picture_cuts.with_shortest(width, height, card.shortest_edge)
+    return [picture_cuts.middle(size, side, side // card.patch_size * card.patch_size)]
+
+
+def _longest_pixels(card: VisionCard) -> int:
+    # Sides are multiples of whole tokens.
+    return (card.longest_edge + card.unit) ** 2
+
+
+def _longest_cuts(card: VisionCard, width: int, height: int) -> list[PictureCut]:
+    size = picture_cuts.within(width, height, card.unit, card.longest_edge)
+    return [picture_cuts.whole(size)]
+
+
+def _filling_cuts(card: VisionCard, width: int, height: int) -> list[PictureCut]:
+    return [picture_cuts.whole(picture_cuts.filling(width, height, card.unit, card.max_pixels))]
+
+
+def _padded_form(card: VisionCard) -> TiledForm:
+    assert isinstance(card.form, TiledForm)
+    return card.form
+
+
+def _padded_pixels(card: VisionCard) -> int:
+    form = _padded_form(card)
+    return form.patches(form.largest(0)) * card.patch_size**2
+
+
+def _padded_cuts(card: VisionCard, width: int, height: int) -> list[PictureCut]:
+    side, tilings = card.crop_size, _padded_form(card).tilings
+    seen = side // card.patch_size * card.patch_size
+    _, tiling = picture_cuts.best_tiling(width, height, side, tilings)
+    tiles = picture_cuts.in_tiling(width, height, side, tiling, seen)
+    return [PictureCut((side, side), ((0, 0, seen, seen),)), tiles]
+
+
+def _padded_grid(card: VisionCard, width: int, height: int) -> Grid:
+    form = _padded_form(card)
+    number = picture_cuts.best_tiling(width, height, card.crop_size, form.tilings)[0] + 1
+    return number, *picture_cuts.without_padding(width, height, *form.padded(number))
+
+
+def _tile_rule(card: VisionCard) -> TileRule:
+    assert card.tiles is not None
+    return card.tiles
+
+
+def _stretched_pixels(card: VisionCard) -> int:
+    tiles = _tile_rule(card)
+    return (tiles.most + 1) * tiles.size**2
+
+
+def _stretched_cuts(card: VisionCard, width: int, height: int) -> list[PictureCut]:
+    return _tile_rule(card).cuts(width, height, card.patch_size * card.form.tile)
+
+
+def _stretched_grid(card: VisionCard, width: int, height: int) -> Grid:
+    rows, columns = _tile_rule(card).shape(width, height)
+    return 1, rows * card.form.tile, columns * card.form.tile
+
+
+_RULES: dict[PatchRule, _Rule] = {
+    "qwen2_vl": _Rule(_area_pixels, _area_cuts),
+    "clip": _Rule(lambda card: card.crop_size**2, _middle_cuts),
+    "pixtral": _Rule(_longest_pixels, _longest_cuts),
+    "gemma4": _Rule(lambda card: card.max_pixels, _filling_cuts),
+    "llava_next": _Rule(_padded_pixels, _padded_cuts, _padded_grid),
+    "stretched": _Rule(_stretched_pixels, _stretched_cuts, _stretched_grid),
+}

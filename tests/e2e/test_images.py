@@ -240,6 +240,7 @@ def test_programs_and_batch_jobs_answer_the_same(
 
 BAD = [
     (b"GIF89a", "no PNG|breaks off"),
+    (FILES["square"][:30], "cannot be decoded: its headers are broken"),
     (FILES["square"][:200], "cannot be decoded"),
     (written("PNG", "RGB", 4000, 8), "times longer"),
 ]
@@ -247,7 +248,8 @@ BAD = [
 
 @pytest.mark.parametrize(("data", "words"), BAD)
 def test_bad_images_are_named(served: tuple[Serving, Oracle], data: bytes, words: str) -> None:
-    sent = [{"type": "image_url", "image_url": {"url": data_url(data)}}]
+    urls = [data_url(FILES["wide"]), data_url(data)]
+    sent = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     client = openai.OpenAI(base_url=f"{served[0].url}/v1", api_key="unused", max_retries=0)
     with pytest.raises(openai.BadRequestError, match=words) as caught:
         client.chat.completions.create(
@@ -256,6 +258,8 @@ def test_bad_images_are_named(served: tuple[Serving, Oracle], data: bytes, words
         )
     client.close()
     assert caught.value.code == "invalid_image"
+    assert caught.value.param == "messages[0].content[1].image_url"
+    assert "0x" not in caught.value.message
 
 
 def test_a_stream_goes_on_when_its_worker_dies(served: tuple[Serving, Oracle]) -> None:

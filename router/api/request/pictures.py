@@ -3,11 +3,13 @@ Pure.
 """
 
 import base64
-import binascii
+import contextlib
 import re
+import string
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
+from urllib.parse import unquote
 
 import msgspec
 
@@ -17,8 +19,9 @@ from loraplex.server.protocol import ModelCard, VisionCard
 MAX_PICTURES = 128
 # LoRAX's form of a picture in a text.
 _MARKED = re.compile(r"!\[[^\]]*\]\(((?:data:image/|https?://)[^\s)]+)\)")
-_DATA_SCHEME = "data:"
-_DATA = re.compile(r"data:image/[\w.+-]+;base64,")
+_DATA_SCHEME = re.compile(r"\s*data:", re.I)
+_DATA = re.compile(r"\s*data:[^,]{0,255}; ?base64,", re.I)
+_AS_BASE64 = str.maketrans("-_", "+/", string.whitespace)
 
 Messages = list[dict[str, Any]]
 
@@ -109,7 +112,7 @@ def _check_count(given: Sequence[GivenPicture]) -> None:
 
 def is_address(one: GivenPicture) -> bool:
     """Whether a picture must be fetched."""
-    return one.file_id is None and not one.url.startswith(_DATA_SCHEME)
+    return one.file_id is None and not _DATA_SCHEME.match(one.url)
 
 
 def lie_elsewhere(call: GenerationCall) -> bool:
@@ -119,19 +122,24 @@ def lie_elsewhere(call: GenerationCall) -> bool:
 
 def as_url(data: str) -> str:
     """The URL of a picture that may be given as base64 alone."""
-    return data if ":" in data else f"{_DATA_SCHEME}image/unknown;base64,{data}"
+    return data if ":" in data else f"data:image/unknown;base64,{data}"
 
 
 def data_of(url: str) -> bytes | None:
-    """The bytes of a data URL; None for a URL of another kind. Raises ValueError."""
-    if not url.startswith(_DATA_SCHEME):
+    """The bytes of a data URL, whatever its type says; None for a URL of another kind. It may
+    have spaces, `%` codes, and the letters of URLs. Raises ValueError."""
+    if not _DATA_SCHEME.match(url):
         return None
     match = _DATA.match(url)
     if match is None:
         raise ValueError("expected data:image/TYPE;base64,DATA")
+    data = url[match.end() :]
+    with contextlib.suppress(ValueError):
+        return base64.b64decode(data, validate=True)
+    data = unquote(data).translate(_AS_BASE64)
     try:
-        return base64.b64decode(url[match.end() :], validate=True)
-    except binascii.Error as error:
+        return base64.b64decode(data, validate=True)
+    except ValueError as error:
         raise ValueError(f"the data URL holds no base64: {error}") from None
 
 

@@ -196,7 +196,7 @@ class Scheduler:
         self._fail_pictures(self.pictures.came(message), "invalid_image")
 
     def picture_missing(self, picture: str, message: str, code: ErrorCode) -> None:
-        self._fail_pictures(self.pictures.missing(picture, message), code)
+        self._fail_pictures(self.pictures.missing(picture, f"{picture}: {message}"), code)
 
     def picture_news(self, news: PictureIn) -> None:
         self._fail_pictures(self.pictures.is_in(news), "internal")

@@ -147,7 +147,7 @@ def read_vision_card(
         std=std,
         token_id=tower.token_id,
         form=tower.form,
-        **patches | _sizes(given, tower, folder, token_to_id, encode),
+        **patches | _sizes(processor.rule, _Files(folder, given, tower, token_to_id, encode)),
     )
     if card.columns != tower.columns:
         raise ValueError(
@@ -156,50 +156,55 @@ def read_vision_card(
     return card
 
 
-def _sizes(
-    given: Mapping[str, Any],
-    tower: TowerForm,
-    folder: Path,
-    token_to_id: TokenToId,
-    encode: Encode,
-) -> dict[str, Any]:
+class _Files(NamedTuple):
+    """Files of a processor, to be read. given: what its files say of pictures. token_to_id,
+    encode: of the tokenizer."""
+
+    folder: Path
+    given: Mapping[str, Any]
+    tower: TowerForm
+    token_to_id: TokenToId
+    encode: Encode
+
+    def whole(self) -> Mapping[str, Any]:
+        """The file of the whole processor, which says more than of pictures."""
+        return read_optional_json(self.folder / FILES[0])
+
+    def config(self) -> Mapping[str, Any]:
+        return read_json(self.folder / CONFIG_FILE)
+
+
+def _sizes(rule: PatchRule, files: _Files) -> dict[str, Any]:
     """Fields of a VisionCard that not all rules have."""
-    rule = _PROCESSORS[_kind(given)].rule
-    form = {"llava_next": TiledForm, "stretched": StretchedForm}.get(rule, PictureForm)
-    if type(tower.form) is not form:
-        raise ValueError(f"{_KIND} {shown(given[_KIND])} does not suit the tower")
-    if isinstance(tower.form, TiledForm):
-        return _of_tiles(given, tower, tower.form)
-    if rule == "stretched":
-        return _of_stretched(given, tower, folder, encode)
-    if rule == "clip":
-        return _of_clip(given, tower, folder)
+    form, read = _READERS[rule]
+    if type(files.tower.form) is not form:
+        raise ValueError(f"{_KIND} {shown(files.given[_KIND])} does not suit the tower")
+    return read(files)
+
+
+def _check_any_size(tower: TowerForm) -> None:
     if tower.pixels:
         raise ValueError(f"{_KIND} does not suit a tower of pictures of one size")
-    if rule == "pixtral":
-        return _of_pixtral(given, read_optional_json(folder / FILES[0]), tower, token_to_id)
-    if rule == "gemma4":
-        return _of_gemma4(given, tower, folder)
-    return _of_qwen2(given, tower, folder)
 
 
-def _of_stretched(
-    given: Mapping[str, Any], tower: TowerForm, folder: Path, encode: Encode
-) -> dict[str, Any]:
+def _of_stretched(files: _Files) -> dict[str, Any]:
     """Fields of a VisionCard by the rule `stretched`."""
-    named = special_tokens(read_optional_json(folder / "tokenizer_config.json"))
-    words = TileWords(read_optional_json(folder / FILES[0]), named, encode)
+    tower, given = files.tower, files.given
+    named = special_tokens(read_optional_json(files.folder / "tokenizer_config.json"))
+    words = TileWords(files.whole(), named, files.encode)
     if _kind(given) == _INTERNVL:
         return read_internvl(given, tower.form, tower.pixels, words)
     return read_idefics3(given, tower.form, tower.pixels, tower.token_id, words)
 
 
-def _of_qwen2(given: Mapping[str, Any], tower: TowerForm, folder: Path) -> dict[str, Any]:
+def _of_qwen2(files: _Files) -> dict[str, Any]:
     """Fields of a VisionCard by the rule `qwen2_vl`."""
+    given, tower = files.given, files.tower
+    _check_any_size(tower)
     side = tower.form.side
     if _count(given, "merge_size", 2) != side:
         raise ValueError(f"merge_size must be {side}, as the tower's")
-    config = read_json(folder / CONFIG_FILE)
+    config = files.config()
     around = ((name, tower.token_id - before) for name, before in _AROUND.items())
     opens, closes = (_id(config, name, usual) for name, usual in around)
     least, most = _bounds(given)
@@ -215,9 +220,10 @@ def _of_qwen2(given: Mapping[str, Any], tower: TowerForm, folder: Path) -> dict[
     }
 
 
-def _of_gemma4(given: Mapping[str, Any], tower: TowerForm, folder: Path) -> dict[str, Any]:
+def _of_gemma4(files: _Files) -> dict[str, Any]:
     """Fields of a VisionCard by the rule `gemma4`."""
-    config, side = read_json(folder / CONFIG_FILE), tower.form.side
+    given, config, side = files.given, files.config(), files.tower.form.side
+    _check_any_size(files.tower)
     patch, pooled = _count(given, "patch_size", 16), _count(given, "pooling_kernel_size", 3)
     if _kind(given) == _UNIFIED:  # its patches are as large as a token
         patch, pooled = patch * pooled, 1
@@ -235,15 +241,15 @@ def _of_gemma4(given: Mapping[str, Any], tower: TowerForm, folder: Path) -> dict
     }
 
 
-def _of_gemma3(folder: Path, tower: TowerForm) -> dict[str, Any]:
+def _of_gemma3(files: _Files) -> dict[str, Any]:
     """Fields of a VisionCard. Templates write the token that opens a picture, and the processor
     puts empty lines around it."""
-    config = read_json(folder / CONFIG_FILE)
+    config = files.config()
     opens, closes = (
         _id(config, name, _id(config, name.replace("index", "id"), usual))
         for name, usual in (("boi_token_index", 255999), ("eoi_token_index", 256000))
     )
-    check_length(read_optional_json(folder / FILES[0]), "image_seq_length", tower.form)
+    check_length(files.whole(), "image_seq_length", files.tower.form)
     return {"spot_id": opens, "before": (opens,), "after": (closes,), "around": "\n\n"}
 
 
@@ -252,8 +258,9 @@ def _kind(given: Mapping[str, Any]) -> str:
     return _FORMS.sub("", str(given.get(_KIND)))
 
 
-def _of_clip(given: Mapping[str, Any], tower: TowerForm, folder: Path) -> dict[str, Any]:
+def _of_clip(files: _Files) -> dict[str, Any]:
     """Fields of a VisionCard by the rule `clip`. The tower says how large its picture is."""
+    given, tower = files.given, files.tower
     crops = _PROCESSORS[_kind(given)].crops
     if not tower.pixels:
         raise ValueError(f"{_KIND} needs a tower of pictures of one size")
@@ -274,13 +281,14 @@ def _of_clip(given: Mapping[str, Any], tower: TowerForm, folder: Path) -> dict[s
     return {
         "shortest_edge": shortest,
         "crop_size": side,
-        **(_of_gemma3(folder, tower) if _kind(given) == _GEMMA3 else {}),
+        **(_of_gemma3(files) if _kind(given) == _GEMMA3 else {}),
     }
 
 
-def _of_tiles(given: Mapping[str, Any], tower: TowerForm, form: TiledForm) -> dict[str, Any]:
+def _of_tiles(files: _Files) -> dict[str, Any]:
     """Fields of a VisionCard of tiles. Both files name the sizes of padded pictures."""
-    side = tower.pixels
+    given, form, side = files.given, files.tower.form, files.tower.pixels
+    assert isinstance(form, TiledForm)
     square = {"height": side, "width": side}
     if given.get("size", _CLIP_SIZE) not in (side, square, {_SHORTEST: side}):
         raise ValueError(f"size must be {side}, as the tower's, got {shown(given.get('size'))}")
@@ -298,17 +306,17 @@ def _check_crop(given: Mapping[str, Any], side: int) -> None:
         raise ValueError(f"crop_size must be {side}, as the tower's, got {shown(crop)}")
 
 
-def _of_pixtral(
-    given: Mapping[str, Any], around: Mapping[str, Any], tower: TowerForm, token_to_id: TokenToId
-) -> dict[str, Any]:
-    """Fields of a VisionCard by the rule `pixtral`. around: the file of the whole processor, which
-    has the last word on patches."""
+def _of_pixtral(files: _Files) -> dict[str, Any]:
+    """Fields of a VisionCard by the rule `pixtral`. The file of the whole processor has the last
+    word on patches."""
+    given, around, tower = files.given, files.whole(), files.tower
+    _check_any_size(tower)
     if given.get("do_center_crop"):
         raise ValueError("do_center_crop must be False")
     side, names = tower.form.side, {key: around.get(key, name) for key, name in _OF_ROWS.items()}
     if _count(around, "spatial_merge_size", 1) != side:
         raise ValueError(f"{FILES[0]}: spatial_merge_size must be {side}, as the tower's")
-    spot, *ends = (token_to_id(str(name)) for name in names.values())
+    spot, *ends = (files.token_to_id(str(name)) for name in names.values())
     if spot != tower.token_id:
         raise ValueError(f"image_token {shown(names['image_token'])} is another than config.json's")
     if None in ends:
@@ -324,6 +332,17 @@ def _of_pixtral(
         "longest_edge": longest,
         "row_ends": tuple(ends),
     }
+
+
+_Reader = Callable[[_Files], dict[str, Any]]
+_READERS: dict[PatchRule, tuple[type[PictureForm], _Reader]] = {
+    "qwen2_vl": (PictureForm, _of_qwen2),
+    "clip": (PictureForm, _of_clip),
+    "pixtral": (PictureForm, _of_pixtral),
+    "gemma4": (PictureForm, _of_gemma4),
+    "llava_next": (TiledForm, _of_tiles),
+    "stretched": (StretchedForm, _of_stretched),
+}
 
 
 def _given(folder: Path) -> Mapping[str, Any]:

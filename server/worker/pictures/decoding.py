@@ -8,7 +8,15 @@ import io
 from typing import NoReturn
 
 import msgspec
-from PIL import GifImagePlugin, Image, ImageOps, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
+from PIL import (
+    GifImagePlugin,
+    Image,
+    ImageOps,
+    JpegImagePlugin,
+    PngImagePlugin,
+    UnidentifiedImageError,
+    WebPImagePlugin,
+)
 
 from loraplex.adapters.helpers.answering import answer_questions, limit_self, read_frame
 from loraplex.server.protocol import MAX_PICTURE_PIXELS, VisionCard
@@ -48,6 +56,8 @@ def outcome(job: DecodeJob, card: VisionCard) -> DecodeOutcome:
         return DecodeOutcome(fault=str(fault))
     except MemoryError:
         raise
+    except UnidentifiedImageError:  # whose words have an address in memory
+        return DecodeOutcome(fault="the picture cannot be decoded: its headers are broken")
     except Exception as error:  # Pillow's plugins raise what they like for broken files
         words = f"the picture cannot be decoded: {error or type(error).__name__}"
         return DecodeOutcome(fault=words[:_MAX_WORDS])

@@ -21,7 +21,7 @@ from loraplex.adapters.peft.validate import AdapterLimits
 from loraplex.adapters.safetensors.header import TensorInfo
 from loraplex.adapters.violations import Findings
 from loraplex.launcher.convert.convert import ConversionOptions, convert_folder
-from loraplex.launcher.convert.mlx import MlxOptions, plan_mlx, refuse_factors
+from loraplex.launcher.convert.mlx import MlxOptions, check_factors, plan_mlx
 from loraplex.launcher.convert.plan import ConversionPlan
 from tests.adapters.refusals import refusal
 from tests.launcher.convert.folders import (
@@ -182,8 +182,18 @@ def test_refused_tensors(tensors: Shapes, words: str) -> None:
 def test_the_name_of_a_base_whose_factors_mlx_changes() -> None:
     config = mlx_config(model="mlx-community/Falcon-H1-1.5B-4bit")
     with pytest.raises(AdapterError, match="Falcon-H1"):
-        refuse_factors(config, infos(Q), None)
-    refuse_factors(mlx_config(), infos(Q), None)
+        check_factors(config, infos(Q), None)
+
+
+def test_what_tells_whether_mlx_changes_factors_of_the_base() -> None:
+    (note,) = check_factors(mlx_config(), infos(Q), None)
+    assert note.startswith("not checked: whether the base is Falcon-H1")
+    other = {"model.layers.0.mlp.up_proj.lora_a": (8, 4)}
+    assert check_factors(mlx_config(), infos(Q | other), None) == ()
+    for module in ("mamba.in_proj", "feed_forward.up_proj"):
+        own = {f"model.layers.0.{module}.lora_a": (8, 4)}
+        with pytest.raises(AdapterError, match="--base MODEL shows"):
+            check_factors(mlx_config(), infos(Q | own), None)
 
 
 def test_scale_of_2024() -> None:

@@ -101,6 +101,20 @@ def test_every_engine_error_has_a_cause(code: ErrorCode) -> None:
     assert from_engine_error(code, "why").message == "why"
 
 
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ("return_routed_experts: the model has no experts", "return_routed_experts"),
+        ("prompt_logprobs: at most 400000 values", "prompt_logprobs"),
+        ("end_token_ids: expected at most 1024", None),
+        ("the model writes no text: it gives vectors alone", None),
+    ],
+)
+def test_a_field_that_a_worker_blames_is_named(message: str, param: str | None) -> None:
+    error = from_engine_error("invalid_request", message)
+    assert (error.message, error.param) == (message, param)
+
+
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_all_violations_are_listed(dialect: Dialect) -> None:
     violations = (

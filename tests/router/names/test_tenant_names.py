@@ -11,7 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
+from loraplex.router.http import idempotency
 from loraplex.router.names.owned_name import OwnedName
+from loraplex.router.shared import memory_store
 from loraplex.server.protocol import ErrorCode, GenerateRequest
 from tests.router.fake_worker import EOS, FakeWorker, make_manifest
 from tests.router.routes.test_keys import ADMIN, bearer, create, keyed
@@ -201,6 +203,24 @@ async def test_one_idempotency_key_is_a_request_of_each(shared: Shared) -> None:
         ]
         assert [answer.headers[DIGEST] for answer in answers] == [digest("acme"), digest("globex")]
     assert {answer.headers["idempotency-replayed"] for answer in answers} == {"true"}
+
+
+async def test_kept_answers_of_one_push_out_none_of_another(
+    shared: Shared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(idempotency, "MAX_KEPT", 2)
+    monkeypatch.setattr(memory_store, "MAX_VALUES", 4)
+
+    async def replays(key: str, name: str) -> bool:
+        headers = {**bearer(key), "idempotency-key": name}
+        body = {"model": "bot", "prompt": "x"}
+        answer = await shared.router.client.post("/v1/completions", json=body, headers=headers)
+        return "idempotency-replayed" in answer.headers
+
+    assert not await replays(shared.globex, "first")
+    assert not any([await replays(shared.acme, str(number)) for number in range(6)])
+    assert await replays(shared.globex, "first")
+    assert await replays(shared.acme, "5")
 
 
 async def test_rollouts_of_equal_names_are_apart(

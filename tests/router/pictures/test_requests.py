@@ -1,17 +1,19 @@
 """Pictures in requests of every API: where they stand in the prompt, and what is refused."""
 
 import asyncio
+import base64
 import hashlib
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import msgspec
 import pytest
 
-from loraplex.router.api.request.pictures import placed
+from loraplex.router.api.request.pictures import data_of, placed
 from loraplex.router.generation import prompts
 from loraplex.router.pictures.fetcher import PictureFetcher
 from loraplex.server.protocol import (
@@ -230,8 +232,24 @@ async def test_logprobs_of_the_prompt_have_every_placeholder(
     assert len(answer.json()["prompt_logprobs"]) == len(worker.requests[-1].prompt_ids)
 
 
+def test_spellings_of_data_urls() -> None:
+    data = bytes(range(251, 256)) * 7
+    text = base64.b64encode(data).decode()
+    assert "+" in text
+    assert text.endswith("=")
+    spellings = (
+        *(text, quote(text, safe=""), f" {text[:9]}\r\n{text[9:]}\n"),
+        text.replace("+", "-").replace("/", "_"),
+    )
+    for begin in ("data:image/png;base64,", " DATA:;name=a.png; BASE64,", "data:None;base64,"):
+        for spelled in spellings:
+            assert data_of(begin + spelled) == data, (begin, spelled)
+    assert data_of("https://host/data:image/png;base64,AA") is None
+
+
 BAD = [
-    (chat_part("data:text/plain;base64,AA=="), "invalid_image", "expected data:image/TYPE"),
+    (chat_part("data:image/png,AA=="), "invalid_image", "expected data:image/TYPE"),
+    (chat_part("DATA:image/png;base64,é"), "invalid_image", "no base64"),
     (chat_part("data:image/png;base64,A"), "invalid_image", "no base64"),
     (chat_part(data_url(b"GIF")), "invalid_image", "no PNG, JPEG, WebP or GIF"),
     (chat_part("https://a.b/c.png"), "invalid_image", "not fetched here"),

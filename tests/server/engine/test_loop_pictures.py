@@ -92,7 +92,7 @@ def test_what_fails_ends_alone() -> None:
         engine.worker.send(PictureFailed("a", "no picture"))
         engine.worker.send(EncodePicture("c", GRIDS["c"], ord("c"), 4, PICTURES.columns))
         assert engine.worker.expect(PictureTaken).error == "it is bad"
-        ends = ((1, "invalid_image", "no picture"), (2, "internal", "it is bad"))
+        ends = ((1, "invalid_image", "a: no picture"), (2, "internal", "it is bad"))
         for key, error, message in ends:
             assert engine.worker.answer(key) == []
             last = engine.worker.events[key][-1]

@@ -120,7 +120,7 @@ def test_a_picture_that_fails_ends_those_that_wait_for_it() -> None:
     made.exchange()
     for key in keys[:2]:
         event = made.last(key)
-        assert (event.error, event.message) == ("invalid_image", "it is no picture")
+        assert (event.error, event.message) == ("invalid_image", "b: it is no picture")
     made.send_picture("b")
     made.executor.pictures.bad.add("c")
     fourth = made.submit(pictured(["c", 1]))

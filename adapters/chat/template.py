@@ -5,9 +5,10 @@ only `loraplex.router.text.template_sandbox` renders templates of tenants.
 """
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import msgspec
@@ -46,6 +47,7 @@ A call is a JSON object with the function's name and its arguments, between two 
 Several calls stand one after another. Their results come between <tool_response> and \
 </tool_response>. Where no function helps, answer in words."""
 _SYSTEM = ("system", "developer")
+_Content = str | list[dict[str, Any]] | None
 MAX_TEMPLATE_CHARS = 1 << 17
 MAX_OUTPUT_CHARS = 16 << 20
 _MAX_REASON_CHARS = 500
@@ -279,17 +281,17 @@ def described(
     if not tools:
         return plain
     functions = (json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    texts = [_TEXT.format(tools="\n".join(functions))]
+    texts: list[_Content] = [_TEXT.format(tools="\n".join(functions))]
     if plain and plain[0]["role"] in _SYSTEM:
         first = plain.pop(0)
-        texts.insert(0, _text(first["content"]))
+        texts.insert(0, first["content"])
         if reads_system:
             return [{**first, "content": _joined(texts)}, *plain]
     if reads_system:
         return [{"role": "system", "content": _joined(texts)}, *plain]
     if plain and plain[0]["role"] == "user":
         first = plain.pop(0)
-        return [{**first, "content": _joined([*texts, _text(first["content"])])}, *plain]
+        return [{**first, "content": _joined([*texts, first["content"]])}, *plain]
     return [{"role": "user", "content": _joined(texts)}, *plain]
 
 
@@ -301,17 +303,17 @@ def _without_calls(messages: Collection[Mapping[str, Any]]) -> list[Message]:
     plain: list[Message] = []
     in_results = False
     for message in messages:
-        role, content = message["role"], _text(message["content"])
+        role, content = message["role"], message["content"]
         if role == "tool":
-            content = f"<tool_response>\n{content}\n</tool_response>"
+            content = _joined(["<tool_response>\n", content, "\n</tool_response>"], "")
         if in_results and role in ("tool", "user"):
-            plain[-1]["content"] += f"\n{content}"
+            plain[-1]["content"] = _joined([plain[-1]["content"], "\n", content], "")
         elif role == "tool":
             plain.append({"role": "user", "content": content})
         elif calls := message.get("tool_calls"):
             kept = {name: value for name, value in message.items() if name != "tool_calls"}
-            said = [content] if content else []
-            plain.append({**kept, "content": "\n".join([*said, *map(_call, calls)])})
+            said = _joined([content, *map(_call, calls)], "\n")
+            plain.append({**kept, "content": said})
         else:
             plain.append(dict(message))
         in_results = role == "tool" or (in_results and role == "user")
@@ -327,11 +329,26 @@ def _call(call: Mapping[str, Any]) -> str:
     return f"<tool_call>\n{written}\n</tool_call>"
 
 
-def _text(content: str | list[dict[str, Any]] | None) -> str:
+def _joined(contents: Iterable[_Content], between: str = "\n\n") -> str | list[dict[str, Any]]:
+    """Several contents as one, empty ones left out: a text, or parts where there are images."""
+    parts: list[dict[str, Any]] = []
+    for content in contents:
+        own = _parts(content)
+        parts += [_text(between), *own] if parts and own else own
+    joined: list[dict[str, Any]] = []
+    for is_text, group in groupby(parts, lambda part: part["type"] == "text"):
+        alike = list(group)
+        joined += [_text("".join(part["text"] for part in alike))] if is_text else alike
+    has_image = any(part["type"] != "text" for part in joined)
+    return joined if has_image else "".join(part["text"] for part in joined)
+
+
+def _parts(content: _Content) -> list[dict[str, Any]]:
     if isinstance(content, list):
-        return "\n".join(part["text"] for part in content)
-    return content or ""
+        has_image = any(part["type"] != "text" for part in content)
+        return content if has_image else _parts("\n".join(part["text"] for part in content))
+    return [_text(content)] if content else []
 
 
-def _joined(texts: Sequence[str]) -> str:
-    return "\n\n".join(text for text in texts if text)
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}

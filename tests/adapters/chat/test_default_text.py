@@ -94,6 +94,28 @@ def test_calls_and_results_are_texts(source: str) -> None:
     assert (found.text, found.has_default_text) == (f"<user>Rain?{WRITTEN_LOOP}", False)
 
 
+# Qwen2.5-VL's manner: parts of images and texts, and no tools.
+SEES = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{% if p.type == 'image' %}[i]{% else %}{{ p.text }}{% endif %}"
+    "{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+def test_images_stay_where_they_are() -> None:
+    def seen(*texts: str) -> list[Any]:
+        return [*({"type": "text", "text": text} for text in texts), {"type": "image"}]
+
+    shown = {**ASKED, "content": seen("Rain", "here?")}
+    told = [shown, *LOOP[1:3], {**LOOP[3], "content": seen("dry")}, {**ASKED, "content": seen()}]
+    text = written(SEES, told)
+    assert text.startswith("<system># Tools\n\n")
+    results = WRITTEN_LOOP.replace("dry", "dry[i]").replace("And?", "[i]")
+    assert text.endswith(f"<user>Rainhere?[i]{results}")
+    deaf = written(SEES.replace("messages %}", "messages if m.role != 'system' %}"), [shown])
+    assert deaf.endswith("answer in words.\n\nRainhere?[i]")
+
+
 def test_the_text_is_documented() -> None:
     page = (Path(__file__).parents[3] / "docs/reference/tools.md").read_text()
     documented = page.partition("````text\n")[2].partition("\n````")[0]

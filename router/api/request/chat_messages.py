@@ -6,15 +6,24 @@ import msgspec
 
 from loraplex.adapters.chat.conversation import REASONING
 from loraplex.router.api.request.body import check_size, require
+from loraplex.router.api.request.known_elsewhere import unsupported
 from loraplex.router.call import RequestError
 
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 
 
+# Fields of other servers that say how large the model sees a picture; null alone passes.
+SIZES = ("min_pixels", "max_pixels", "min_dynamic_patch", "max_dynamic_patch")
+
+
 class ImageUrl(msgspec.Struct, frozen=True):
-    """A picture. url: a data URL, or where the picture is."""
+    """A picture. url: a data URL, or where the picture is. The others are refused."""
 
     url: str
+    min_pixels: Any = None
+    max_pixels: Any = None
+    min_dynamic_patch: Any = None
+    max_dynamic_patch: Any = None
 
 
 class ContentPart(msgspec.Struct, frozen=True):
@@ -27,10 +36,12 @@ class ContentPart(msgspec.Struct, frozen=True):
 class MessagePart(ContentPart, frozen=True):
     """A part of a message: `text` or `image_url`. OpenAI has further types, which are not served.
 
-    image_url: the address may stand there as it is.
+    image_url: the address may stand there as it is. min_pixels, max_pixels are refused.
     """
 
     image_url: ImageUrl | str | None = None
+    min_pixels: Any = None
+    max_pixels: Any = None
 
 
 class FilePart(MessagePart, frozen=True):
@@ -181,9 +192,18 @@ def _part(part: MessagePart, param: str) -> dict[str, Any]:
     if part.type != "image_url":
         return text_part(part, param, "send text or an `image_url`")
     given = part.image_url
+    _refuse_sizes(part, param)
+    if isinstance(given, ImageUrl):
+        _refuse_sizes(given, f"{param}.image_url")
     url = given.url if isinstance(given, ImageUrl) else given
     require(url is not None, "expected `image_url`", param)
     return {"type": "image", "url": url, "where": f"{param}.image_url"}
+
+
+def _refuse_sizes(given: ImageUrl | MessagePart, where: str) -> None:
+    for name in SIZES:
+        if getattr(given, name, None) is not None:
+            raise unsupported(f"{where}.{name}", "the model's own files say how images are read")
 
 
 def text_part(part: ContentPart, param: str, hint: str = "send text") -> dict[str, Any]:

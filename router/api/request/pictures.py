@@ -18,7 +18,7 @@ from loraplex.server.protocol import ModelCard, VisionCard
 
 MAX_PICTURES = 128
 # LoRAX's form of a picture in a text.
-_MARKED = re.compile(r"!\[[^\]]*\]\(((?:data:image/|https?://)[^\s)]+)\)")
+_MARKED = re.compile(r"!\[[^\]]*\]\(((?:data:image/|https?://)[^\s)]+)\)", re.I)
 _DATA_SCHEME = re.compile(r"\s*data:", re.I)
 _DATA = re.compile(r"\s*data:[^,]{0,255}; ?base64,", re.I)
 _AS_BASE64 = str.maketrans("-_", "+/", string.whitespace)
@@ -70,9 +70,9 @@ def in_text(text: str, where: str, place: str) -> tuple[list[GivenPicture], str]
 
 def as_in_body(given: list[GivenPicture], api: Api) -> list[GivenPicture]:
     """Names pictures as the caller can find them: bodies of other APIs are no chats."""
-    if api in ("chat", "sglang"):
+    if api not in ("responses", "messages"):
         return given
-    field = "input" if api == "responses" else "messages"
+    field = "input" if api == "responses" else api
     return [
         msgspec.structs.replace(one, where=f"{field}, image {i}") for i, one in enumerate(given, 1)
     ]

@@ -247,9 +247,11 @@ def test_spellings_of_data_urls() -> None:
     assert data_of("https://host/data:image/png;base64,AA") is None
 
 
+SIZED = chat_part(data_url(SMALL))
 BAD = [
+    (SIZED | {"max_pixels": 3136}, "unsupported_parameter", "files say how images are read"),
+    (chat_part("DATA:image/png;base64,\N{SNOWMAN}"), "invalid_image", "no base64"),
     (chat_part("data:image/png,AA=="), "invalid_image", "expected data:image/TYPE"),
-    (chat_part("DATA:image/png;base64,é"), "invalid_image", "no base64"),
     (chat_part("data:image/png;base64,A"), "invalid_image", "no base64"),
     (chat_part(data_url(b"GIF")), "invalid_image", "no PNG, JPEG, WebP or GIF"),
     (chat_part("https://a.b/c.png"), "invalid_image", "not fetched here"),
@@ -268,7 +270,8 @@ async def test_what_is_no_picture_is_refused_by_name(
     assert (answer.status_code, error["code"]) == (400, code)
     assert words in error["message"]
     if code is not None:
-        assert error["param"] == "messages[0].content[1].image_url"
+        field = "max_pixels" if "max_pixels" in part else "image_url"
+        assert error["param"] == f"messages[0].content[1].{field}"
     assert not worker.requests
 
 

@@ -215,6 +215,10 @@ def _check_activation(matcher: Targeting, base: BaseSpec, findings: Findings) ->
     if any(".experts." in path or (embed and path == embed.path) for path in paths):
         message = f"{key} with embed_tokens or experts targeted is not supported"
         findings.add("unsupported_feature", key, message)
+    if any(path.endswith(".kv_b_proj") for path in paths):
+        # One query sees keys with the adapter and without; kv_b may be absorbed in queries.
+        message = f"{key} with kv_b_proj targeted is not supported"
+        findings.add("unsupported_feature", key, message)
     of_tower = (each.path for each in base_modules(base) if base.is_of_tower(each.layer))
     if not paths.isdisjoint(of_tower):
         message = f"{key} with modules of the part for images targeted is not supported"

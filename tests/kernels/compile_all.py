@@ -37,6 +37,11 @@ from loraplex.server.kernels.attention.rope_append import rope_append
 from loraplex.server.kernels.attention.rope_append_lora import rope_append_lora
 from loraplex.server.kernels.attention.rotation import QkNorm, Rotation
 from loraplex.server.kernels.attention.scores import ScoreRule
+from loraplex.server.kernels.attention.unfolded_attention import (
+    UnfoldedKeys,
+    unfolded_prompts,
+    unfolded_tiles,
+)
 from loraplex.server.kernels.attention.whole_attention import whole_attention
 from loraplex.server.kernels.launch.compile_ahead import compiled_together
 from loraplex.server.kernels.launch.configs import (
@@ -344,7 +349,8 @@ def prompts(capability: int) -> None:
 
 
 def latents(capability: int) -> None:
-    """Attention to latents with few heads and many: decodes, prompts, and LoRA that is absorbed."""
+    """Attention to latents with few heads and many: decodes, prompts, LoRA that is absorbed, and
+    keys that are unfolded."""
     early, table = capability >= 90, LoraTable(2, 8, CPU)
     places, page_table = torch.zeros(4, dtype=torch.int64), torch.zeros(4, 4, dtype=torch.int64)
     layout = WorkLayout((None,), 4)
@@ -365,6 +371,12 @@ def latents(capability: int) -> None:
         rows = HeadRows(64, 64)
         add_latent_lora(q[..., :64], q[..., :latent], slots, table, 0, rows, "keys")
         add_latent_lora(out, q[..., :64], slots, table, 0, rows, "values")
+    for heads, nope, part, value in ((20, 192, 64, 256), (16, 128, 64, 128), (40, 64, 32, 64)):
+        q, keys = (torch.zeros(4, heads, nope + n, dtype=DTYPE) for n in (part, value))
+        parts, out = keys[:, 0, :part].contiguous(), keys[..., nope:].contiguous()
+        shape = unfolded_tiles(nope, value, divmod(capability, 10))
+        pieces = (torch.zeros(4, 6, dtype=torch.int32), shape, 1.0, torch.zeros(4, heads), out)
+        unfolded_prompts(q, q[..., nope:], UnfoldedKeys(keys, parts), *pieces)
 
 
 def whole_texts() -> None:

@@ -19,7 +19,13 @@ from loraplex.server.kernels.attention.latent_attention import (
 )
 from loraplex.server.kernels.attention.prompt_attention import TileShape, cut_prompts
 from loraplex.server.kernels.attention.scores import ScoreRule
+from loraplex.server.kernels.attention.unfolded_attention import (
+    UnfoldedKeys,
+    unfolded_prompts,
+    unfolded_tiles,
+)
 from loraplex.server.kernels.lora.latent_lora import HeadRows, add_latent_lora
+from loraplex.server.model.ops.attention.unfolding import cut_pieces
 from tests.kernels.batches import SITE, Adapters
 from tests.kernels.rotations import TURNS
 
@@ -109,12 +115,57 @@ def test_prompts(
     torch.testing.assert_close(case.out, case.expected(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("contexts", "new", "sizes", "room"),
+    [
+        ([20, 9], [7, 9], (2, 48, 16, 14), 12),
+        pytest.param([70, 33, 2], [70, 5, 2], (3, 24, 32, 40), 40, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_prompts_of_unfolded_keys(
+    device: torch.device,
+    contexts: list[int],
+    new: list[int],
+    sizes: tuple[int, int, int, int],
+    room: int,
+) -> None:
+    """Of each head nope features and values; parts of a key; keys of a piece."""
+    torch.manual_seed(2)
+    heads, nope, part, value = sizes
+    q, turned = (torch.randn(sum(new), heads, n, device=device) for n in (nope + part, nope + part))
+    turned = turned[..., nope:]
+    shape = TileShape(16, 16, 16, 4, 1)
+    starts, counts = np.array(contexts) - np.array(new), np.array(new)
+    kept = [torch.randn(n, heads, nope + value, device=device) for n in contexts]
+    parts = [torch.randn(n, part, device=device) for n in contexts]
+    out, sums = torch.full((2, sum(new), heads, value), torch.nan, device=device)
+    sums = sums[..., 0].contiguous()
+    for piece in cut_pieces(starts, counts, counts > 0, shape.tokens, room):
+        of = [*zip(piece.prompts.tolist(), piece.positions.tolist(), strict=True)]
+        keys = UnfoldedKeys(
+            torch.stack([kept[n][i] for n, i in of]), torch.stack([parts[n][i] for n, i in of])
+        )
+        tiles = torch.from_numpy(piece.tiles).to(device)
+        unfolded_prompts(q, turned, keys, tiles, shape, RULE.outer, sums, out)
+    found, queries = [], torch.cat((q[..., :nope], turned), dim=-1).double().split(new)
+    for query, own, shared, n in zip(queries, kept, parts, new, strict=True):
+        whole = torch.cat((own[..., :nope], shared[:, None].expand(-1, heads, -1)), dim=-1)
+        scores = torch.einsum("thf,nhf->thn", query, whole.double()) * RULE.scale
+        places = torch.arange(len(own), device=device)
+        scores = scores.masked_fill((places > places[-n:, None])[:, None], -torch.inf)
+        found.append(torch.einsum("thn,nhv->thv", scores.softmax(-1), own[..., nope:].double()))
+    torch.testing.assert_close(out, torch.cat(found).float(), rtol=1e-4, atol=1e-4)
+
+
 def test_tiles_have_whole_tokens() -> None:
     for heads in (1, 10, 16, 20, 40, 128):
         for capability in ((8, 0), (9, 0), (12, 0)):
             shape = latent_tiles(heads, capability)
             assert heads % heads_together(heads) == 0
             assert 0 < shape.tokens * heads_together(heads) <= shape.block_m
+    for capability in ((8, 0), (9, 0), (12, 0)):
+        of_narrow, of_wide = (unfolded_tiles(n, n, capability) for n in (128, 192))
+        assert of_narrow.block_n > of_wide.block_n
 
 
 @pytest.mark.parametrize("turn", ["halves", "all neighbours", "scaled"])

@@ -103,6 +103,8 @@ def latent_prompts(
     """
     heads, latent = out.shape[1:]
     group = heads_together(heads)
+    if not len(tiles):
+        return
     _latent_prompt_kernel[(heads // group, len(tiles))](
         q,
         out,

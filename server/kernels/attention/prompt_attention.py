@@ -86,16 +86,22 @@ def tile_shape(
 
 
 def cut_prompts(
-    seq_rows: np.ndarray, starts: np.ndarray, num_new: np.ndarray, tokens: int
+    seq_rows: np.ndarray,
+    starts: np.ndarray,
+    num_new: np.ndarray,
+    tokens: int,
+    chosen: np.ndarray | None = None,
 ) -> np.ndarray:
     """Cut prompts into tiles: int32 `[tiles, 4]`: row of the page table, first token in the flat
     batch, its position, and how many tokens of the at most `tokens` of a tile there are. Those
     with most keys come first.
 
     All int64 `[prompts]`: prompts compute tokens `start .. start + num_new`, one after the other in
-    the flat batch.
+    the flat batch. chosen: bool `[prompts]`, which have tiles; None = all.
     """
     counts = -(-num_new // tokens)
+    if chosen is not None:
+        counts = np.where(chosen, counts, 0)
     of = np.repeat(np.arange(len(counts)), counts)
     begins = (np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)) * tokens
     firsts = (np.cumsum(num_new) - num_new)[of] + begins

@@ -191,9 +191,11 @@ class TokenGraphs:
     def takes(self, plan: StepPlan) -> bool:
         if plan.num_tokens > self.sizes[-1]:
             return False
-        prompts = sum(not piece.is_single for piece in plan.slices)
+        prompts = [(each.start, each.num_new) for each in plan.slices if not each.is_single]
         is_bounded = self._attention is not None and not self._ops.is_batch_invariant
-        if is_bounded and prompts > MAX_PROMPTS:
+        if is_bounded and len(prompts) > MAX_PROMPTS:
+            return False
+        if prompts and self._ops.leaves_graphs(*np.array(prompts).T):
             return False
         slots = np.array([piece.adapter_slot for piece in plan.slices])
         return (self.sizes[0], self._ops.table.reach(slots)) in self._captured

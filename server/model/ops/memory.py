@@ -166,7 +166,9 @@ def _mixer_width(layer: LayerSpec) -> int:
     """Numbers that a token needs within attention, or within what mixes tokens by a state."""
     found = 0
     for branch in layer.branches:
-        if isinstance(branch, LatentSpec):  # queries, of features and of latents, and results
+        # Queries, of features and of latents, and results; keys and values of as many tokens that
+        # are unfolded from latents lie where some of these would.
+        if isinstance(branch, LatentSpec):
             found += branch.num_heads * 3 * branch.head_dim + 3 * branch.q_size
         elif isinstance(branch, AttentionSpec):
             has_gates = branch.is_gated or branch.gate is not None

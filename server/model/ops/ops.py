@@ -360,8 +360,7 @@ class Ops(Protocol[P, L, Y]):
         site: Site,
     ) -> torch.Tensor:
         """Attention as the layer's LatentSpec says: norm the latent, rotate q's part and the shared
-        one, write them, attend over latents with `kv_b` absorbed in q and in the result:
-        -> `[tokens, heads * value_dim]`.
+        one, write them, and attend over latents: -> `[tokens, heads * value_dim]`.
 
         products: of `q_b`, `[tokens, heads * (nope + rope)]`, and of `kv_a`, `[tokens, latent +
         rope]`. lora, site: adapters of `kv_b`.

@@ -1,9 +1,10 @@
 """Which kernels steps need that no start asks for: `python -m tests.server.model.late_kernels fa3`.
 
 As on an H100 or H200, or (`fa2`) on an A100, or on an H100 with windows in all layers but the first
-(`windows`), with experts (`experts`) or with states (`states`). Tensors are of the CPU: kernels are
-asked for, and none is compiled or launched, so that steps compute nothing of use. Prints how many
-the start asks for, then each case with those that it asks for in addition.
+(`windows`), with experts (`experts`), with states (`states`) or with latents (`latents`). Tensors
+are of the CPU: kernels are asked for, and none is compiled or launched, so that steps compute
+nothing of use. Prints how many the start asks for, then each case with those that it asks for in
+addition.
 """
 
 import os
@@ -60,6 +61,7 @@ GPUS = {
     "windows": ("sm90", 132, "fa3", "qwen2-window"),
     "experts": ("sm90", 132, "fa3", "mixtral"),
     "states": ("sm90", 132, "fa3", "qwen3.5"),
+    "latents": ("sm90", 132, "fa3", "youtu"),
     "rounded weights": ("sm90", 132, "fa3", "ernie-moe"),
     "shared": ("sm90", 132, "fa3", "gemma4-inputs"),
 }
@@ -108,6 +110,15 @@ def started(folder: Path, gpu: str, patch: pytest.MonkeyPatch) -> Driver:
     }
     if gpu == "states":
         sizes["layer_types"] = ["linear_attention", "full_attention"]
+    if gpu == "latents":
+        del sizes["head_dim"]
+        sizes |= {
+            "q_lora_rank": 128,
+            "kv_lora_rank": 64,
+            "qk_nope_head_dim": 48,
+            "qk_rope_head_dim": 32,
+            "v_head_dim": 64,
+        }
     if gpu == "shared":
         sizes |= {
             "num_hidden_layers": 4,

@@ -27,6 +27,7 @@ from loraplex.server.kernels.attention.prompt_attention import (
 )
 from loraplex.server.model.ops.attention.cache_pages import cache_pages
 from loraplex.server.model.ops.attention.score_rules import score_rule
+from loraplex.server.model.ops.attention.unfolding import are_unfolded
 from loraplex.server.model.ops.memory import WIDENED_BYTES, split_prompts_bytes
 from loraplex.server.model.ops.ops import KVCache, StepLayout
 from loraplex.server.model.ops.sizes import MAX_PROMPTS, PromptRoom
@@ -67,8 +68,8 @@ class TiledPrompts:
         self._cache, self._device = cache, cache.pool.device
         of = next(iter(layers.values()))
         capability = torch.cuda.get_device_capability(self._device)
-        self._is_latent = isinstance(of, LatentSpec)
-        if self._is_latent:
+        self._of = of
+        if isinstance(of, LatentSpec):
             self._shape = latent_tiles(of.num_heads, capability)
         else:
             group = of.num_heads // of.num_kv_heads
@@ -88,11 +89,15 @@ class TiledPrompts:
     def plan(self, layout: StepLayout) -> None:
         """Prepare the attention of a step, as `PromptAttention.plan` does."""
         self._page_table = layout.page_table
-        tiles = cut_prompts(*layout.prompts, self._shape.tokens)
+        chosen = None
+        if isinstance(self._of, LatentSpec) and self._captured is None:
+            _, *of_prompts = layout.prompts
+            chosen = ~are_unfolded(self._of, *of_prompts)
+        tiles = cut_prompts(*layout.prompts, self._shape.tokens, chosen)
         self._lasts = None
         if layout.lasts is not None and self._joining:
-            of_prompts = layout.lasts[layout.num_decodes :].astype(np.int32)
-            self._lasts = to_device(of_prompts, self._device)
+            lasts = layout.lasts[layout.num_decodes :].astype(np.int32)
+            self._lasts = to_device(lasts, self._device)
         if self._captured is not None:  # what pads has no tokens
             tiles = np.pad(tiles, ((0, len(self._tiles) - len(tiles)), (0, 0)))
             self._tiles.copy_(to_device(tiles, self._device))
@@ -108,7 +113,7 @@ class TiledPrompts:
             tiles = tiles[: self._most_tiles(self._captured, len(q))]
         page_table, rule = self._page_table[self._cache.groups.group(layer)], self._rules[layer]
         context = (page_table, tiles, self._shape)
-        if self._is_latent:
+        if isinstance(self._of, LatentSpec):
             latent_prompts(q, self._cache.of(layer)[0], *context, rule.outer, out)
         else:
             lasts = self._lasts if layer in self._joining else None

@@ -152,6 +152,13 @@ class LoraBatches:
         outputs = reach is Reach.OUTPUTS
         return self._allocate(slots, reach, decodes=decodes, captured=True, outputs=outputs)
 
+    def like(self, lora: DeviceLora, slots: torch.Tensor) -> DeviceLora:
+        """Routed LoRA of other rows, whose adapters are among those of a batch. slots: int32
+        `[rows]`."""
+        found = self._allocate(slots, lora.reach, outputs=lora.vectors is not None)
+        found.route(self._table.device_table)
+        return found
+
     def to_warm(self, tokens: int) -> list[DeviceLora]:
         """LoRA of so many tokens in each regime that a step outside graphs can have, the plain one
         first. All tokens have slot 0, whose adapter may change the embedding and the head."""

@@ -1,18 +1,38 @@
-"""Products of attention to latents on a GPU: `kv_b` absorbed in queries and in results, with LoRA.
+"""Attention to latents on a GPU: `kv_b` absorbed in queries and in results, or keys and values of
+prompts unfolded by it, with LoRA.
 
 `latents_torch.py` defines what is computed.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from loraplex.server.kernels.attention.unfolded_attention import (
+    UnfoldedKeys,
+    unfolded_prompts,
+    unfolded_tiles,
+)
 from loraplex.server.kernels.lora.latent_lora import HeadRows, add_latent_lora
 from loraplex.server.kernels.lora.scale_outputs import scale_outputs
 from loraplex.server.kernels.lora.table import LoraTable
 from loraplex.server.model.latent_weights import LatentWeights
 from loraplex.server.model.lora.sites import Site
-from loraplex.server.model.ops.cuda.device_lora import DeviceLora
+from loraplex.server.model.ops.attention.score_rules import score_rule
+from loraplex.server.model.ops.attention.unfolding import (
+    KeyPiece,
+    are_unfolded,
+    cut_pieces,
+    leaves_graphs,
+)
+from loraplex.server.model.ops.cuda.device_lora import DeviceLora, LoraBatches
+from loraplex.server.model.ops.ops import KVCache, StepLayout
+from loraplex.server.model.ops.sizes import padded, row_sizes
+from loraplex.server.model.ops.transfers import to_device
+from loraplex.server.model.spec.latent_spec import LatentSpec
+from loraplex.server.model.spec.model_spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,23 +48,26 @@ class AbsorbedProducts:
     def _rows(self) -> HeadRows:
         return HeadRows(self.weights.spec.nope, self.weights.spec.value_dim)
 
-    def queries(self, q: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+    def queries(self, q: torch.Tensor, scales: torch.Tensor | None, count: int) -> torch.Tensor:
         """Compute queries, `[tokens, heads, latent + turned]`, whose rotated part is still to come.
         q: `[tokens, heads * (nope + turned)]`. scales: factors of tokens, float32 `[tokens]`.
+        count: of the first tokens; the others' are not computed.
         """
         spec, keys = self.weights.spec, self.weights.keys
-        plain = q.view(len(q), len(keys), -1)[..., : spec.nope]
+        found = q.new_empty(len(q), len(keys), spec.head_dim)
+        if not count:
+            return found
+        plain = q.view(len(q), len(keys), -1)[:count, :, : spec.nope]
         scaled = plain
         if self.lora is not None and self.lora.vectors is not None:
             scaled = self._scaled(plain, self.lora)
-        found = q.new_empty(len(q), len(keys), spec.head_dim)
-        latents = found[..., : spec.latent]
+        latents = found[:count, :, : spec.latent]
         torch.bmm(scaled.transpose(0, 1), keys, out=latents.transpose(0, 1))
         if self.lora is not None:
-            context = (self.lora.slots, self.table, self.site.number, self._rows)
+            context = (self.lora.slots[:count], self.table, self.site.number, self._rows)
             add_latent_lora(plain, latents, *context, "keys")
         if scales is not None:
-            latents.mul_(scales[:, None, None])
+            latents.mul_(scales[:count, None, None])
         return found
 
     def values(self, read: torch.Tensor, out: torch.Tensor) -> None:
@@ -52,6 +75,8 @@ class AbsorbedProducts:
         value_dim]`.
         """
         values = self.weights.values
+        if not len(read):
+            return
         torch.bmm(read.transpose(0, 1), values.transpose(1, 2), out=out.transpose(0, 1))
         if self.lora is None:
             return
@@ -60,7 +85,7 @@ class AbsorbedProducts:
             whole = out.new_zeros(*out.shape[:2], sum(self._rows))
             whole[..., nope:] = out
             out.copy_(self._changed(whole, self.lora)[..., nope:])
-        context = (self.lora.slots, self.table, self.site.number, self._rows)
+        context = (self.lora.slots[: len(read)], self.table, self.site.number, self._rows)
         add_latent_lora(read, out, *context, "values")
 
     def _scaled(self, q: torch.Tensor, lora: DeviceLora) -> torch.Tensor:
@@ -73,5 +98,108 @@ class AbsorbedProducts:
     def _changed(self, whole: torch.Tensor, lora: DeviceLora) -> torch.Tensor:
         """Apply factors and addends to outputs of kv_b, `[tokens, heads, nope + value_dim]`."""
         assert lora.vectors is not None
-        scale_outputs(whole.flatten(1), lora.slots, lora.vectors, self.site.number)
+        scale_outputs(whole.flatten(1), lora.slots[: len(whole)], lora.vectors, self.site.number)
         return whole
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedPiece:
+    """A `KeyPiece` on the device. pages: int64 `[groups, keys]`, of each key; offsets: int64
+    `[keys]`, places in these; tokens: int64 `[keys]`, in the flat batch, each of a key's prompt.
+    tiles: as of `KeyPiece`, by tokens of prompts."""
+
+    pages: torch.Tensor
+    offsets: torch.Tensor
+    tokens: torch.Tensor
+    tiles: torch.Tensor
+
+
+class Unfolding:
+    """The prompts of a step whose keys and values are unfolded. absorbed: so many of the flat
+    batch's first tokens are not all of such prompts."""
+
+    def __init__(self, absorbed: int, pieces: Sequence[PlacedPiece], batches: LoraBatches) -> None:
+        self.absorbed, self.pieces = absorbed, pieces
+        self._batches = batches
+        self._loras: list[DeviceLora] | None = None
+
+    def loras(self, lora: DeviceLora | None) -> Sequence[DeviceLora | None]:
+        """Return the adapters of each piece's keys. lora: of the step, the same in all layers."""
+        if lora is None:
+            return [None] * len(self.pieces)
+        if self._loras is None:
+            self._loras = [self._batches.like(lora, lora.slots[p.tokens]) for p in self.pieces]
+        return self._loras
+
+
+Product = Callable[[torch.Tensor, DeviceLora | None], torch.Tensor]
+
+
+class Unfolder:
+    """Plans which prompts' keys and values are unfolded, and attends to these."""
+
+    def __init__(
+        self, model: ModelSpec, cache: KVCache, batches: LoraBatches, max_tokens: int
+    ) -> None:
+        """Prepare for a model, which may keep no latents. max_tokens: of a step; as many keys are
+        unfolded at once."""
+        attentions = model.attentions.values()
+        self._spec = next((of for of in attentions if isinstance(of, LatentSpec)), None)
+        self._cache, self._batches = cache, batches
+        self._room, self._sizes = max_tokens, row_sizes(1, max_tokens)
+        if self._spec is not None:
+            capability = torch.cuda.get_device_capability(cache.pool.device)
+            self._shape = unfolded_tiles(self._spec.nope, self._spec.value_dim, capability)
+            self._outer = score_rule(self._spec, cache.pool.device).outer
+
+    def leaves_graphs(self, starts: np.ndarray, num_new: np.ndarray) -> bool:
+        """Say whether a step with such prompts is faster outside graphs, as of `unfolding.py`."""
+        return self._spec is not None and leaves_graphs(self._spec, starts, num_new)
+
+    def plan(self, layout: StepLayout) -> Unfolding | None:
+        """Plan a step outside graphs. None where no prompt's keys are unfolded."""
+        rows, starts, num_new = layout.prompts
+        if self._spec is None or not len(rows):
+            return None
+        chosen = are_unfolded(self._spec, starts, num_new)
+        if not chosen.any():
+            return None
+        ends = layout.num_decodes + np.cumsum(num_new)
+        absorbed = int(ends[~chosen].max(initial=layout.num_decodes))
+        pieces = cut_pieces(starts, num_new, chosen, self._shape.tokens, self._room)
+        placed = [self._placed(layout, piece, ends - num_new) for piece in pieces]
+        return Unfolding(absorbed, placed, self._batches)
+
+    def _placed(self, layout: StepLayout, piece: KeyPiece, firsts: np.ndarray) -> PlacedPiece:
+        """firsts: int64 `[prompts]`, each prompt's first token in the flat batch."""
+        rows, _, _ = layout.prompts
+        size, device = self._cache.page_size, self._cache.pool.device
+        prompts, positions = (padded(of, self._sizes) for of in (piece.prompts, piece.positions))
+        columns = (rows[prompts], positions // size, positions % size, firsts[prompts])
+        of_row, pages, offsets, tokens = to_device(np.stack(columns), device)
+        found = layout.page_table[:, of_row, pages]
+        return PlacedPiece(found, offsets, tokens, to_device(piece.tiles, device))
+
+    def attend(
+        self,
+        unfolding: Unfolding,
+        layer: int,
+        queries: tuple[torch.Tensor, torch.Tensor],
+        product: Product,
+        lora: DeviceLora | None,
+        out: torch.Tensor,
+    ) -> None:
+        """Compute attention of the step's unfolded prompts. queries: of prompts, as q and turned of
+        `unfolded_prompts`. product: of latents with `kv_b`. out: of prompts, `[tokens, heads,
+        value_dim]`."""
+        assert self._spec is not None
+        kept = self._cache.of(layer)[0][:, :, 0]
+        latents, parts = kept.split((self._spec.latent, self._spec.turned), dim=-1)
+        group, heads = self._cache.groups.group(layer), out.shape[1]
+        sums = out.new_empty(out.shape[:2], dtype=torch.float32)
+        for piece, of in zip(unfolding.pieces, unfolding.loras(lora), strict=True):
+            places = piece.pages[group], piece.offsets
+            kv = product(latents[places], of).view(len(piece.offsets), heads, -1)
+            keys = UnfoldedKeys(kv, parts[places])
+            results = sums, out
+            unfolded_prompts(*queries, keys, piece.tiles, self._shape, self._outer, *results)

@@ -44,7 +44,7 @@ from loraplex.server.model.ops.attention.whole_cuda import WholeAttention, Whole
 from loraplex.server.model.ops.cuda import states_cuda
 from loraplex.server.model.ops.cuda.device_lora import DeviceLora, LoraBatches
 from loraplex.server.model.ops.cuda.experts_cuda import Experts
-from loraplex.server.model.ops.cuda.latents_cuda import AbsorbedProducts
+from loraplex.server.model.ops.cuda.latents_cuda import AbsorbedProducts, Unfolder, Unfolding
 from loraplex.server.model.ops.cuda.lora_linear import (
     ByExperts,
     Deferred,
@@ -81,7 +81,8 @@ class CudaPlan:
     """Preparation of a step's attention. positions: int64 `[tokens]`; slots: `CudaOps.kv_slots`, -1
     = a token that is no prompt's; captured steps of decodes have no slots. attended: flat, where
     each layer's result is to lie; None: anywhere. turns: see `Rotations.turns`. texts: of a model
-    whose tokens see all others. states: of a model that has some.
+    whose tokens see all others. states: of a model that has some. unfolding: prompts whose latents
+    are unfolded; None = none.
     """
 
     positions: torch.Tensor
@@ -91,6 +92,7 @@ class CudaPlan:
     turns: torch.Tensor | None = None
     texts: WholeTexts | None = None
     states: states_cuda.StatePlan = states_cuda.NO_STATES
+    unfolding: Unfolding | None = None
 
     @property
     def angles(self) -> torch.Tensor:
@@ -143,6 +145,7 @@ class CudaOps:
         if self.is_batch_invariant:
             consumers = consumers.of_one_way()
         self._batches = LoraBatches(*context, consumers)
+        self._unfolder = Unfolder(model, cache, self._batches, max_tokens)
         self._lora_linear = LoraLinear(
             self._configs, table.device_table, self.products, self.device
         )
@@ -161,7 +164,14 @@ class CudaOps:
         states = states_cuda.NO_STATES
         if self.states:
             states = states_cuda.plan_states(layout, *size)
-        return CudaPlan(positions, slots, attention, turns=turns, states=states)
+        unfolding = self._unfolder.plan(layout)
+        return CudaPlan(
+            positions, slots, attention, turns=turns, states=states, unfolding=unfolding
+        )
+
+    def leaves_graphs(self, starts: np.ndarray, num_new: np.ndarray) -> bool:
+        """Say whether a step with such prompts is faster outside graphs, as of `Unfolder`."""
+        return self._unfolder.leaves_graphs(starts, num_new)
 
     def kv_slots(self, layout: StepLayout) -> torch.Tensor:
         """Compute places in the cache, int64 `[groups, tokens]`: page * page_size + offset of each
@@ -412,7 +422,9 @@ class CudaOps:
         attention, rotation = plan.attention, self.rotations[layer]
         scales = None if rotation.q_scale is None else rotation.q_scale[plan.angles]
         absorbed = AbsorbedProducts(weights, lora, self.table.device_table, site)
-        queries = absorbed.queries(q, scales)
+        unfolding = plan.unfolding
+        count = len(q) if unfolding is None else unfolding.absorbed
+        queries = absorbed.queries(q, scales, count)
         group, pages = self.cache.groups.group(layer), self.cache.of(layer)[0]
         if plan.slots is not None:
             places: torch.Tensor | DecodeBatchView = plan.slots[group]
@@ -424,16 +436,28 @@ class CudaOps:
         latent_append(q, kept, queries, pages, norm, rotation, plan.angles, places)
         # What pads a captured step reads zeros.
         make = queries.new_empty if plan.attended is None else queries.new_zeros
-        read = make(*queries.shape[:2], weights.spec.latent)
+        heads = queries.shape[1]
+        read = make(count, heads, weights.spec.latent)
         if attention.decode is not None:
             rows = attention.decodes
             self._paged.decode_latents(attention.decode, layer, queries[rows], read[rows])
+        prompts = attention.prompts
         if attention.prefill is not None:
-            prompts = attention.prompts
             attention.prefill.run(layer, queries[prompts], read[prompts])
-        out = _room_attended(plan, q, queries.shape[1] * weights.spec.value_dim)
-        absorbed.values(read, out.view(len(q), queries.shape[1], -1))
-        return out
+        room = _room_attended(plan, q, heads * weights.spec.value_dim)
+        out = room.view(len(q), heads, -1)
+        absorbed.values(read, out[:count])
+        if unfolding is not None:
+            own = q.view(len(q), heads, -1)
+            if scales is not None:
+                own.mul_(scales[:, None, None])
+            both = own[prompts], queries[prompts][..., weights.spec.latent :]
+
+            def product(latents: torch.Tensor, of: DeviceLora | None) -> torch.Tensor:
+                return self.complete(self.linear(latents, weights.kv_b, of, site))
+
+            self._unfolder.attend(unfolding, layer, both, product, lora, out[prompts])
+        return room
 
     def attend_distances(
         self,

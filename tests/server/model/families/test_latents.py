@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import pytest
+from peft import LoraConfig
 
+from loraplex.adapters.errors import AdapterError
 from loraplex.launcher.known_models import served_families
 from loraplex.server.config import ConfigError
 from loraplex.server.model.devices.sharding import sharded
@@ -16,7 +18,8 @@ from tests.server.model.families.drafted import with_drafts
 from tests.server.model.families.parity import Served, assert_parity, prompt
 from tests.server.model.families.test_snapshots import TWO, Tried
 from tests.server.model.families.variants import VARIANTS
-from tests.server.model.hub_models import make_model, save_model
+from tests.server.model.hub_models import add_adapter, make_model, save_model
+from tests.server.model.slabs import pack
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
@@ -52,6 +55,13 @@ def test_odd_latents_and_fewer_keys_are_refused() -> None:
     config = served_families()["deepseek_v2"].config
     with pytest.raises(ValueError, match=r"num_key_value_heads must be .*; kv_lora_rank must be e"):
         read_model({**config, "kv_lora_rank": 511, "num_key_value_heads": 4})
+
+
+def test_activated_adapters_of_the_absorbed_product_are_refused() -> None:
+    config = {"target_modules": ["kv_b_proj"], "alora_invocation_tokens": [5, 6]}
+    model = add_adapter(make_model("youtu"), "one", LoraConfig(r=2, **config), 1)
+    with pytest.raises(AdapterError, match="alora_invocation_tokens with kv_b_proj targeted"):
+        pack(model, "one")
 
 
 @pytest.mark.exhaustive

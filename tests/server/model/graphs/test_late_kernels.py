@@ -8,7 +8,8 @@ from tests.unchanged import unless_unchanged
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "gpu", ["windows", "experts", "states", "shared", "rounded weights", "fa3", "fa2"]
+    "gpu",
+    ["windows", "experts", "states", "latents", "shared", "rounded weights", "fa3", "fa2"],
 )
 def test_no_step_needs_a_kernel_that_the_start_has_not_asked_for(gpu: str) -> None:
     read = ("server/kernels", "server/model", "tests/kernels", "tests/server/model")

@@ -59,15 +59,13 @@ GROUPS: Mapping[str, frozenset[str]] = {
     ),
     "Callers": frozenset({"auth", "keys_file", "prices", "share_prefixes"}),
     "Sharing": frozenset(
-        {"redis", "redis_password", "redis_prefix", "redis_timeout_s", "quota_outage", "key_outage"}
+        {"redis", "redis_password", "redis_prefix", "redis_timeout_s", "quota_outage"}
     ),
     "Telemetry": frozenset(
         {
             "metrics_adapters",
             "metrics_compat",
-            "worker_metrics_port",
             "otlp_endpoint",
-            "trace_sample",
             "log_requests",
             "log_format",
         }
@@ -80,7 +78,6 @@ GROUPS: Mapping[str, frozenset[str]] = {
             "host_adapter_memory",
             "kv_memory",
             "gpu_memory_utilization",
-            "page_size",
             "adapter_slots",
         }
     ),

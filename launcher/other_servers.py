@@ -26,7 +26,6 @@ MODEL :: --model --model-path --model-id
 --max-n :: --max-best-of
 --tp :: --tensor-parallel-size -tp --tp-size --num-shard
 --workers :: --data-parallel-size -dp --dp-size --dp
---page-size :: --block-size
 --gpu-memory-utilization :: --mem-fraction-static --cuda-memory-fraction
 --kv-memory :: --kv-cache-memory-bytes
 --adapter-slots :: --max-active-adapters
@@ -55,6 +54,7 @@ adapters are always on, with any targets and ranks in a batch :: --enable-lora -
   --max-lora-chunk-size
 any adapters share a batch; `--adapter-slots` and `--adapter-memory` bound the device's ::
   --max-loras --max-loras-per-batch
+a page of the KV cache has 16 tokens :: --block-size --page-size
 host memory for adapters is in bytes: `--host-adapter-memory` :: --max-cpu-loras --max-loaded-loras
 prefixes are cached, and prompts read in chunks ::
   --enable-prefix-caching --prefix-* --enable-chunked-prefill --chunked-prefill

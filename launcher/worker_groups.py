@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from loraplex.adapters.common.option import option
-from loraplex.launcher.options import MAX_PORT, OptionError
+from loraplex.launcher.options import OptionError
 
 # Whether GPUs hold a model, each a part: not at all, with little room for keys and values, or well.
 Fit = Literal["no", "tight", "well"]
@@ -37,12 +37,6 @@ class AskedGroups:
         "[NAME=]MODEL, a further base model beside the first: a Hub id or folder, with adapters"
         " of its own",
         flag="also",
-    )
-    worker_metrics_port: int = option(
-        0,
-        "port of --host for a worker's /metrics and /health; each of several workers"
-        " takes the next (0 = none)",
-        max=MAX_PORT,
     )
 
     @property

@@ -359,7 +359,7 @@ def _idempotency(ground: _Ground) -> Idempotency:
         ground.router_id,
         ground.config.idempotency_ttl_s,
         ground.body_limits,
-        strict=ground.config.idempotency_outage == "closed",
+        strict=ground.config.quota_outage == "closed",
     )
 
 

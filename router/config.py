@@ -141,13 +141,8 @@ class RouterConfig:
     )
     quota_outage: Literal["local-share", "open", "closed"] = option(
         "local-share",
-        "without Redis: count here, against this router's share; do not count; or 503",
-    )
-    key_outage: Literal["open", "closed"] = option(
-        "open", "without Redis: keys made by API are as they were last known; or 503"
-    )
-    idempotency_outage: Literal["open", "closed"] = option(
-        "open", "without Redis: an Idempotency-Key holds within this router alone; or 503"
+        "without Redis: count here, against this router's share; do not count; or 503, to keys"
+        " made by API and requests with an Idempotency-Key, too",
     )
     files_dir: Path | None = option(
         None,
@@ -187,16 +182,14 @@ class RouterConfig:
     )
     metrics_port: int = option(
         0,
-        "port for /metrics and /health alone; each of several processes takes the next (0 = none)",
+        "port for /metrics and /health alone; each of several processes takes the next, and each"
+        " worker of `serve` one behind them (0 = none)",
         max=65535,
     )
     idempotency_ttl_s: float = fixed(3600.0)
     worker_silence_s: float = fixed(1.0)
     quarantine_s: float = fixed(300.0)
     otlp_endpoint: str = option("", "where traces go (OTLP over HTTP), e.g. http://collector:4318")
-    trace_sample: float = option(
-        1.0, "share of requests to trace, where the caller did not decide", max=1
-    )
     log_requests: Literal["no", "yes", "prompts"] = option(
         "no", "a log line for each request; prompts: with what was asked"
     )

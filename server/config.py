@@ -180,7 +180,7 @@ class WorkerConfig:
         min=1,
     )
     prompt_share: float = fixed(0.5)
-    page_size: int = option(16, "tokens a KV page", min=1)
+    page_size: int = fixed(16)
     adapter_slots: int = option(256, "adapters on the device at once", min=1, max=1 << 16)
     dora_graphs: bool = option(
         False,

@@ -119,17 +119,18 @@ def local_workers(
 
 
 def watched_ports(plan: ServePlan) -> list[socket.socket]:
-    """Ports from --worker-metrics-port on, one a worker. Raises AddressError, OptionError."""
-    first, router = plan.asked.worker_metrics_port, plan.router
-    if not first:
+    """Ports behind the routers' --metrics-port, one a worker. Raises AddressError, OptionError."""
+    router = plan.router
+    if not router.metrics_port:
         return []
+    first = router.metrics_port + router.router_processes
     ports = range(first, first + plan.num_workers)
-    if ports[-1] > MAX_PORT or {router.port, router.metrics_port} & {*ports}:
+    if ports[-1] > MAX_PORT or router.port in ports:
         raise OptionError(
-            f"--worker-metrics-port {first}: the workers take the ports {first} to {ports[-1]}, of "
-            f"which none may be --port, --metrics-port or beyond {MAX_PORT}"
+            f"--metrics-port {router.metrics_port}: the workers take the ports {first} to "
+            f"{ports[-1]}, of which none may be --port {router.port} or beyond {MAX_PORT}"
         )
-    return [open_listener(router.host, port, flag="--worker-metrics-port") for port in ports]
+    return [open_listener(router.host, port, flag="--metrics-port") for port in ports]
 
 
 def _gpus(gpus: Sequence[int], environ: Mapping[str, str]) -> dict[str, str]:

@@ -76,7 +76,7 @@ class AdapterAdmin:
         self.workers = workers
         self.clock = clock
         self._catalog = catalog
-        self._aliases: Aliases = catalog.rules.aliases
+        self.aliases: Aliases = catalog.rules.aliases
         self._is_taken = is_taken
         self._me = router_id
         self._locks: WeakValueDictionary[OwnedName, asyncio.Lock] = WeakValueDictionary()
@@ -95,7 +95,7 @@ class AdapterAdmin:
 
     def get(self, name: OwnedName) -> Registration:
         """Returns the registration of a name. Raises AdapterError (not_found, gone)."""
-        registration = self._aliases.get(name)
+        registration = self.aliases.get(name)
         if registration is None:
             close = one_edit_away(
                 name.name, lambda other: self.is_registered(OwnedName(other, name.tenant))
@@ -109,37 +109,20 @@ class AdapterAdmin:
         return registration
 
     def is_registered(self, name: OwnedName) -> bool:
-        registration = self._aliases.get(name)
+        registration = self.aliases.get(name)
         return registration is not None and registration.state != "deleted"
 
     def concerning(
         self, origin: Literal["file", "folder"], names: Iterable[OwnedName]
     ) -> list[Registration]:
         """Registrations of these names, and all others that have this origin."""
-        found = {name: self._aliases.get(name) for name in names}
-        found |= {one.key: one for one in self._aliases.marked(origin)}
+        found = {name: self.aliases.get(name) for name in names}
+        found |= {one.key: one for one in self.aliases.marked(origin)}
         return [one for one in found.values() if one is not None and one.state != "deleted"]
-
-    @property
-    def changes(self) -> int:
-        """A number that rises with each change of a registration."""
-        return self._aliases.changes
-
-    def claim(self, names: frozenset[OwnedName]) -> None:
-        """Note the names in the adapters file; see `Aliases`."""
-        self._aliases.claimed = names
-
-    def expect(self, names: Iterable[OwnedName]) -> None:
-        """Note names of the adapters file that are on their way, until each is `settled`."""
-        self._aliases.expected.update(names)
-
-    def settled(self, name: OwnedName) -> None:
-        """Notes that a name is no longer on its way: it is registered, or cannot be had."""
-        self._aliases.expected.discard(name)
 
     def declare_broken(self, request: RegistrationRequest, why: str) -> None:
         """Notes that an adapter is declared which cannot be had. It takes the place of no other."""
-        name, before = request.name, self._aliases.get(request.name)
+        name, before = request.name, self.aliases.get(request.name)
         is_free = before is None or before.state == "deleted" or before.is_broken
         if not is_free or self._is_taken(name.name):
             return
@@ -153,13 +136,13 @@ class AdapterAdmin:
             tool_format=request.tool_format or "",
         )
         with contextlib.suppress(AdapterError):  # there may be too many
-            self._aliases.declare(broken)
+            self.aliases.declare(broken)
 
     def check_free(self, name: OwnedName, origin: Origin | None = None) -> None:
         """Checks that no declaration, or none of this origin, decides about a name. Raises
         AdapterError (conflict).
         """
-        declared = self._aliases.declared(name)
+        declared = self.aliases.declared(name)
         if declared is not None and origin in (None, declared.origin):
             where = DECLARED_BY[declared.origin]
             raise AdapterError(
@@ -170,7 +153,7 @@ class AdapterAdmin:
         """Fetches and checks it first; a name that already means it is left as it is."""
         self._check_not_base(request.name)
         async with self.lock(request.name):
-            before = self._aliases.get(request.name)
+            before = self.aliases.get(request.name)
             wanted = self._wanted(request, before)
             token = self.token(wanted)
             content = await self._catalog.fetch(request.ref, token)
@@ -190,7 +173,7 @@ class AdapterAdmin:
         """Checks that an upload may become what a name means. Raises AdapterError (conflict)."""
         self._check_not_base(name)
         self.check_free(name)
-        check_uploadable(self._aliases.get(name), replace)
+        check_uploadable(self.aliases.get(name), replace)
 
     async def publish(self, request: PublishRequest) -> Published:
         """Makes an upload what its name means, once a worker has judged it and enough of them have
@@ -199,12 +182,12 @@ class AdapterAdmin:
         name, ref = request.name, AdapterRef("upload", request.digest)
         async with self.lock(name):
             self.check_uploadable(name, request.replace)
-            before = self._aliases.get(name)
+            before = self.aliases.get(name)
             content = await self._catalog.fetch(ref, None)
             wanted = renewed(before, name, ref)
             after = uploaded(wanted, content, request.keep, self.clock(), request.by)
             own = 0 if before is None or before.state == "deleted" else before.kept_bytes
-            others = self._aliases.kept_bytes(name.tenant) - own
+            others = self.aliases.kept_bytes(name.tenant) - own
             check_kept_bytes(others, after, request.most_bytes)
             problems = await self.workers.bring(content, None)
             return Published(await self.commit(before, move(after, "admit")), problems)
@@ -231,7 +214,7 @@ class AdapterAdmin:
             tenant=name.tenant,
             tool_format=known if request.tool_format is None else request.tool_format,
         )
-        declared = self._aliases.declared(name)
+        declared = self.aliases.declared(name)
         if request.origin != "api":
             return self._wanted_by_declaration(wanted, before, request.replace)
         if declared is not None:
@@ -260,7 +243,7 @@ class AdapterAdmin:
             conflicts(before, wanted.ref, replace)
         if wanted.origin == "file":
             return wanted
-        return msgspec.structs.replace(wanted, pinned=self._aliases.was_pinned(wanted.key))
+        return msgspec.structs.replace(wanted, pinned=self.aliases.was_pinned(wanted.key))
 
     async def load(self, name: OwnedName) -> Registration:
         """Brings an adapter to the device of every worker, and into service if it was unloaded."""
@@ -299,7 +282,7 @@ class AdapterAdmin:
                 if before.pinned and after.digest != before.digest:
                     await self.workers.bring(content, self.token(before))
             except AdapterError as error:
-                self._aliases.note(before, msgspec.structs.replace(before, error=error.message))
+                self.aliases.note(before, msgspec.structs.replace(before, error=error.message))
                 raise
             return before.digest, await self.commit(before, after)
 
@@ -338,9 +321,9 @@ class AdapterAdmin:
                 kept=(),
             )
             if before.origin == "api":
-                await self._aliases.write(deleted)
+                await self.aliases.write(deleted)
             else:
-                await self._aliases.drop(deleted)
+                await self.aliases.drop(deleted)
             self._retire_all(name, before.held)
             return deleted
 
@@ -351,10 +334,6 @@ class AdapterAdmin:
 
     def token(self, registration: Registration) -> Secret | None:
         return self._catalog.rules.credential(registration)
-
-    def note(self, before: Registration, after: Registration) -> None:
-        """Notes a change for this router alone."""
-        self._aliases.note(before, after)
 
     async def fetch(self, registration: Registration, ref: AdapterRef) -> Content:
         """Fetches the present content of a reference, opened as the registration's own. Raises
@@ -376,9 +355,9 @@ class AdapterAdmin:
     ) -> Registration:
         """Puts it. What the name meant before leaves when its requests are over."""
         if declare:
-            self._aliases.declare(after)
+            self.aliases.declare(after)
         else:
-            await self._aliases.write(after)
+            await self.aliases.write(after)
         if before is not None:
             self._retire_all(after.key, before.held - after.held)
         return after
@@ -394,7 +373,7 @@ class AdapterAdmin:
     async def _unload(self, registration: Registration) -> "asyncio.Task[None] | None":
         """Returns what drains it, if it is drained."""
         name = registration.key
-        await self._aliases.write(registration)
+        await self.aliases.write(registration)
         task = self._draining.get(name)
         if registration.state == "unloading" and task is None:
             task = self._draining[name] = self._spawn(self._drain(registration))
@@ -407,16 +386,16 @@ class AdapterAdmin:
         await self.use.drained(name)
         problems = [await self._evict_unused(held) for held in unloading.held]
         problem = "; ".join(problem for problem in problems if problem) or None
-        while (there := self._aliases.get(name)) is not None and there.state == "unloading":
+        while (there := self.aliases.get(name)) is not None and there.state == "unloading":
             done = msgspec.structs.replace(move(there, "drained"), error=problem)
             try:
-                await self._aliases.write(done)
+                await self.aliases.write(done)
             except AdapterError:
                 await asyncio.sleep(_RETRY_S)
 
     async def _all_heard(self) -> None:
         """Waits until no router sends new requests for what a name meant before."""
-        if self._aliases.is_shared:
+        if self.aliases.is_shared:
             await asyncio.sleep(_HEARD_S)
 
     def _retire_all(self, name: OwnedName, contents: frozenset[HeldContent]) -> None:
@@ -432,7 +411,7 @@ class AdapterAdmin:
 
     async def _evict_unused(self, held: HeldContent) -> str | None:
         """Evicts a content that no name means any more: another name may mean the same."""
-        if any(held in r.held for r in self._aliases.meaning(held) if r.in_service):
+        if any(held in r.held for r in self.aliases.meaning(held) if r.in_service):
             return None
         try:
             return await self.workers.evict(held)

@@ -69,7 +69,7 @@ class DeclarationWatch(ABC):
         """Carries changes of names out, all at once. Returns problems by name."""
         if not self.applied.is_set():
             asyncio.get_running_loop().call_later(NAMES_WAIT_S, self.applied.set)
-        self._admin.expect(request.name for request in register)
+        self._admin.aliases.expected.update(request.name for request in register)
         failed = await self._do(
             *((request.name, self._register(request)) for request in register), *others
         )
@@ -102,7 +102,7 @@ class DeclarationWatch(ABC):
             except AdapterError as error:
                 return _reason(error)
             finally:
-                self._admin.settled(name)
+                self._admin.aliases.expected.discard(name)
         return None
 
     def _report(self, errors: dict[OwnedName, str]) -> None:

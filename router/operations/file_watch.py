@@ -58,7 +58,7 @@ class AdaptersFile(DeclarationWatch):
         """Bring names in line with the file. Returns problems by entry."""
         admin = self._admin
         if contents.is_readable:
-            admin.claim(contents.names)
+            admin.aliases.claimed = contents.names
         todo = plan(contents, admin.concerning("file", contents.wanted))
         for request, why in contents.not_understood.items():
             admin.declare_broken(request, why)

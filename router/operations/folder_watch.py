@@ -54,7 +54,7 @@ class WatchedFolders(DeclarationWatch):
         self.pause_s = max(POLL_S, (self._clock() - began) / _LOOK_SHARE)
         if not is_certain or not self._admin.workers.ready:
             return
-        seen, changes = (dict(self._settled), self._unreadable), self._admin.changes
+        seen, changes = (dict(self._settled), self._unreadable), self._admin.aliases.changes
         if seen != self._applied or changes != self._changes or self._is_due:
             self._applied, self._changes = seen, changes
             self._report(await self._reconcile() | self._unreadable)

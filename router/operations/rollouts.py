@@ -114,7 +114,8 @@ class Rollouts:
         hear of it yet.
         """
         there = self._admin.get(name)
-        self._admin.note(there, rolled_back(there, digest, why, self._admin.clock(), GUARD))
+        after = rolled_back(there, digest, why, self._admin.clock(), GUARD)
+        self._admin.aliases.note(there, after)
         self._count("guard_alone")
 
     async def report(self, name: OwnedName, before: Rollout) -> Registration:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from loraplex.adapters.errors import AdapterError
 from loraplex.router.call import Secret
@@ -90,9 +90,9 @@ class AdapterWorkers:
             homes, sessions = sessions[: copies - done], sessions[copies - done :]
             if not homes:
                 raise AdapterError("unavailable", (*problems, "no worker is ready")[0], (), 2.0)
-            failed = await self._bring_to(homes, content, token)
-            done += len(homes) - len(failed)
-            problems += failed
+            brought = await asyncio.gather(*(self._bring_one(s, content, token) for s in homes))
+            done += brought.count(None)
+            problems += filter(None, brought)
 
     def holding(self, held: HeldContent | None) -> list[str]:
         """Ids of workers that reported it on the device."""
@@ -144,18 +144,6 @@ class AdapterWorkers:
                 return (await session.order("status", *digests)).tiers
         except (AdapterError, TimeoutError, WorkerLost):
             return None
-
-    async def _bring_to(
-        self, sessions: Sequence[WorkerSession], content: Content, token: Secret | None
-    ) -> list[str]:
-        """Bring content to workers. Returns problems.
-
-        Raises AdapterError when there is no worker.
-        """
-        if not sessions:
-            raise AdapterError("unavailable", "no worker is connected", (), 2.0)
-        problems = await asyncio.gather(*(self._bring_one(s, content, token) for s in sessions))
-        return [problem for problem in problems if problem is not None]
 
     async def _bring_one(
         self, session: WorkerSession, content: Content, token: Secret | None

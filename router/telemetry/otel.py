@@ -11,7 +11,6 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import (
     Span,
     SpanKind,
@@ -79,10 +78,9 @@ class OtelTracing:
     bounded; what cannot be sent is lost.
     """
 
-    def __init__(self, endpoint: str, sample: float, clock: Callable[[], float]) -> None:
+    def __init__(self, endpoint: str, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._provider = TracerProvider(
-            sampler=ParentBased(TraceIdRatioBased(sample)),
             resource=Resource.create({"service.name": "loraplex-router"}),
             shutdown_on_exit=False,
         )

@@ -35,7 +35,7 @@ def make_tracing(config: RouterConfig) -> Tracing:
     check_tracing(config)
     from loraplex.router.telemetry.otel import OtelTracing
 
-    return OtelTracing(config.otlp_endpoint, config.trace_sample, time.monotonic)
+    return OtelTracing(config.otlp_endpoint, time.monotonic)
 
 
 def check_tracing(config: RouterConfig) -> None:

@@ -91,7 +91,7 @@ def make_tenancy(config: RouterConfig, sharing: Sharing, router_id: str) -> Tena
         return sharing.is_up
 
     store = sharing.store
-    closed = config.key_outage == "closed"
+    closed = config.quota_outage == "closed"
     is_shared = sharing.link is not None
     keyring = Keyring(store, config.keys_file, closed, is_shared, is_up, time.time)
     admission = Admission(store, is_up, config.quota_outage, router_id)

@@ -92,7 +92,7 @@ async def test_orphans_are_freed_and_a_retry_runs_once(tmp_path: Path) -> None:
     orders = long_orders(certifier, random.Random(1))
     async with running_redis() as redis:
         # A Redis that is late for once must not let a request run again.
-        strict = ("--idempotency-outage", "closed")
+        strict = ("--quota-outage", "closed")
         fleet = Fleet(tmp_path, Shape(workers=1, routers=2), redis, *strict)
         (worker,), (dying, other) = fleet.workers, fleet.routers
         try:

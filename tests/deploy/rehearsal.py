@@ -274,7 +274,7 @@ async def rehearse(
     async with released(folder, streams) as (release, load):
         for number in range(1, rounds + 1):
             await load.until_more(streams)
-            changed = {"max-queue": 1000 + number}, {"page-size": 8 * number}
+            changed = {"max-queue": 1000 + number}, {"max-running": 64 + number}
             router, worker = ({"options": options} for options in changed)
             release.set_values({"router": router, "worker": worker})
             await release.upgrade()

@@ -13,7 +13,7 @@ PAGE = Path(__file__).parents[2] / "docs/guides/move-over.md"
 TITLES = {"taken": "Taken", "void": "Without effect", "refused": "Refused"}
 KEPT = (
     *("--host", "--port", "--revision", "--device", "--max-lora-rank", "--max-logprobs"),
-    *("--gpu-memory-utilization", "--page-size"),
+    "--gpu-memory-utilization",
 )
 
 

@@ -92,16 +92,16 @@ def monitored_machine() -> Iterator[Fleet]:
     """One `loraplex serve` with two workers and the demo model, by its own options alone."""
     with tempfile.TemporaryDirectory(prefix="monitored-") as name, ExitStack() as stack:
         folder = Path(name)
-        port, watched, workers = free_port(), free_port(), free_port(2)
+        port, watched = free_port(), free_port(3)
         serve = _start(
             *(stack, folder, "serve", sys.executable, "-m", "loraplex", "serve"),
             *("--port", str(port), "--workers", "2", "--metrics-port", str(watched)),
-            *("--worker-metrics-port", str(workers), "--adapter-memory", ADAPTER_MEMORY),
+            *("--adapter-memory", ADAPTER_MEMORY),
             *("--cache-dir", str(folder / "cache"), "--drain-timeout-s", "1"),
         )
         url = f"http://127.0.0.1:{port}"
         _until(f"{url}/health/ready", folder)
-        prometheus = _prometheus(stack, folder, [watched, workers, workers + 1])
+        prometheus = _prometheus(stack, folder, [watched, watched + 1, watched + 2])
         fleet = Fleet(url, prometheus, [serve], folder, tuple(adapter_paths()))
         _until_scraped(fleet)
         fleet.began = time.time()

@@ -61,7 +61,7 @@ def beside(
     oracle.save_pretrained(folder / "adapters")
     adapters = [f"{name}=local:{folder / 'adapters' / name}" for name in oracle.peft_config]
     serving = start_serving(
-        *(str(base), "--device", "cpu", "--dtype", "float32", "--page-size", str(PAGE)),
+        *(str(base), "--device", "cpu", "--dtype", "float32"),
         *("--max-step-tokens", "40", "--adapter-root", str(folder), "--allow-other-base"),
         *(part for adapter in adapters for part in ("--adapter", adapter)),
         *("--model-name", "base", "--cache-dir", str(folder / "cache")),

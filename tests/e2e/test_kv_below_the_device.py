@@ -14,7 +14,7 @@ from tests.ports import free_port
 
 pytestmark = pytest.mark.exhaustive
 TIMEOUT_S = 240
-METRICS = free_port()
+METRICS = free_port(2)
 WORDS = ("river", "stone", "lamp", "cloud", "seed", "glass", "winter", "road", "copper")
 PROMPTS = 10
 OPTIONS = (
@@ -33,7 +33,7 @@ OPTIONS = (
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     """A server whose device holds few prompts, and whose host memory holds a few more."""
     folder = tmp_path_factory.mktemp("serving")
-    ports = ("--worker-metrics-port", str(METRICS))
+    ports = ("--metrics-port", str(METRICS))
     found = start_serving(
         *OPTIONS, *ports, "--cache-dir", str(folder / "cache"), log=folder / "log"
     )
@@ -58,7 +58,7 @@ def answers(serving: Serving, kinds: range) -> list[str]:
 
 def counts(name: str) -> dict[str, float]:
     """The worker's samples of a metric, by label."""
-    text = httpx.get(f"http://127.0.0.1:{METRICS}/metrics", timeout=TIMEOUT_S).text
+    text = httpx.get(f"http://127.0.0.1:{METRICS + 1}/metrics", timeout=TIMEOUT_S).text
     line = re.compile(
         rf'^loraplex_worker_{name}(?:{{[^}}]*?(?:way|tier)="(\w+)"[^}}]*}})? (\S+)', re.M
     )

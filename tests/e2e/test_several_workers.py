@@ -78,14 +78,14 @@ def stop(serving: Serving) -> None:
 
 @pytest.fixture(scope="module")
 def watched_port() -> int:
-    """The first worker's, for metrics; the second's is the next."""
-    return free_port(2)
+    """The router's, for metrics; those of its workers are the next."""
+    return free_port(3)
 
 
 @pytest.fixture(scope="module")
 def several(tmp_path_factory: pytest.TempPathFactory, watched_port: int) -> Iterator[Serving]:
     folder = tmp_path_factory.mktemp("several")
-    serving = start(folder, "--worker-metrics-port", str(watched_port))
+    serving = start(folder, "--metrics-port", str(watched_port))
     try:
         yield serving
         stop(serving)
@@ -103,7 +103,7 @@ async def test_answers_as_one_worker_does(serving: Serving, several: Serving) ->
 
 def test_each_workers_metrics_have_a_port(several: Serving, watched_port: int) -> None:
     """The port has nothing else of a worker's."""
-    first = watched_port
+    first = watched_port + 1
     pages = [httpx.get(f"http://127.0.0.1:{port}/metrics") for port in (first, first + 1)]
     assert all("loraplex_worker_ready 1" in page.text for page in pages)
     live = httpx.get(f"http://127.0.0.1:{first}/health/live")

@@ -70,31 +70,31 @@ def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("first", "workers", "ports"),
-    [(9099, 2, "9099 to 9100"), (65535, 2, "65535 to 65536"), (8080, 1, "8080")],
+    [(8078, 2, "8079 to 8080"), (65534, 2, "65535 to 65536"), (8079, 1, "8080")],
 )
 def test_ports_for_metrics_that_cannot_be(first: int, workers: int, ports: str) -> None:
     """Taken by the router, or beyond the last."""
     chosen = asked(first, workers)
-    with pytest.raises(OptionError, match=f"--worker-metrics-port {first}: .* {ports}"):
+    with pytest.raises(OptionError, match=f"--metrics-port {first}: .* {ports}"):
         watched_ports(chosen)
 
 
 def test_each_worker_has_a_port_for_metrics() -> None:
-    first = free_port(2)
+    first = free_port(3)
     sockets = watched_ports(asked(first, 2))
     assert [watched.getsockname() for watched in sockets] == [
-        ("127.0.0.1", first),
         ("127.0.0.1", first + 1),
+        ("127.0.0.1", first + 2),
     ]
     sockets[1].listen()
-    with pytest.raises(AddressError, match="choose another with --worker-metrics-port"):
+    with pytest.raises(AddressError, match="choose another with --metrics-port"):
         watched_ports(asked(first + 1, 1))
     for watched in sockets:
         watched.close()
 
 
 def asked(first: int, workers: int) -> ServePlan:
-    groups = AskedGroups(worker_count=workers, worker_metrics_port=first)
-    router = RouterConfig(port=8080, metrics_port=9100)
+    groups = AskedGroups(worker_count=workers)
+    router = RouterConfig(port=8080, metrics_port=first)
     base = LocalBase(undivided(groups, "the CPU"), WorkerConfig("m"))
     return ServePlan((base,), router, groups, (), "")

@@ -257,14 +257,14 @@ class LateStore(MemoryStore):
             raise StoreDown("it is late")
 
 
-@pytest.mark.parametrize("mode", ["open", "closed"])
+@pytest.mark.parametrize("mode", ["open", "local-share", "closed"])
 async def test_without_the_store(tmp_path: Path, worker: FakeWorker, mode: str) -> None:
-    async with running_router(tmp_path, worker, idempotency_outage=mode) as router:
+    async with running_router(tmp_path, worker, quota_outage=mode) as router:
         store = LateStore(lambda: 1.0)
         router.service.idempotency._store = store
         store.down = True
         answer = await ask(router)
-        assert answer.status_code == (200 if mode == "open" else 503)
+        assert answer.status_code == (503 if mode == "closed" else 200)
         assert ("retry-after" in answer.headers) == (mode == "closed")
         no_key = await router.client.post("/v1/completions", json=BODY)
         assert no_key.status_code == 200

@@ -214,10 +214,11 @@ class Table:
         self.rows: dict[OwnedName, Registration] = {}
         self.calls: list[str] = []
         self.workers = SimpleNamespace(ready=True)
+        self.expected: set[OwnedName] = set()
 
     @property
-    def changes(self) -> int:
-        return len(self.rows)
+    def aliases(self) -> SimpleNamespace:
+        return SimpleNamespace(changes=len(self.rows), expected=self.expected)
 
     def concerning(self, origin: str, names: Iterable[OwnedName]) -> list[Registration]:
         return list(self.rows.values())
@@ -233,10 +234,6 @@ class Table:
         del self.rows[name]
 
     def declare_broken(self, request: RegistrationRequest, why: str) -> None: ...
-
-    def expect(self, names: object) -> None: ...
-
-    def settled(self, name: OwnedName) -> None: ...
 
     def new_calls(self) -> list[str]:
         calls, self.calls = self.calls, []

@@ -15,6 +15,8 @@ from tests.router.routes.test_keys import ADMIN, BODY, bearer, complete, create
 from tests.router.serving import Running, events_of, poll, running_router
 from tests.router.shared.redis_server import RedisServer
 
+LIMITED = {"requests_per_minute": 1}
+
 
 @asynccontextmanager
 async def routers(
@@ -209,23 +211,25 @@ async def test_an_emptied_redis_is_filled_again(
 
 
 @pytest.mark.parametrize(
-    ("options", "status"),
-    [
-        ({"quota_outage": "open"}, 200),
-        ({"quota_outage": "closed"}, 503),
-        ({"quota_outage": "open", "key_outage": "closed"}, 503),
-    ],
+    ("mode", "limits", "status"),
+    [("open", LIMITED, 200), ("closed", LIMITED, 503), ("closed", {}, 503)],
 )
 async def test_the_chosen_mode_holds(
-    tmp_path: Path, redis: RedisServer, worker: FakeWorker, options: dict[str, Any], status: int
+    tmp_path: Path,
+    redis: RedisServer,
+    worker: FakeWorker,
+    mode: str,
+    limits: dict[str, int],
+    status: int,
 ) -> None:
-    async with routers(tmp_path, redis, worker, **options) as (router,):
-        key = await create(router, limits={"requests_per_minute": 1})
+    """A key without limits is of the API all the same."""
+    async with routers(tmp_path, redis, worker, quota_outage=mode) as (router,):
+        key = await create(router, limits=limits)
         await redis.kill()
         answers = [await complete(router, key) for _ in range(3)]
         assert statuses(answers)[-1] == status
         assert all(a.status_code == 200 or a.headers["retry-after"] for a in answers)
-        await until_mode(router, options["quota_outage"])
+        await until_mode(router, mode)
         await redis.start()
         await until_mode(router, "shared")
         assert (await complete(router, key)).status_code == 200

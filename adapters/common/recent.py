@@ -1,8 +1,9 @@
 """A bounded map that keeps the newest entries."""
 
 import threading
-from collections import OrderedDict
 from typing import Generic, TypeVar
+
+from loraplex.adapters.common.newest import NewestKept
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
@@ -15,16 +16,12 @@ class Recent(Generic[_Key, _Value]):
     """
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
         self._lock = threading.Lock()
-        self._values: OrderedDict[_Key, _Value] = OrderedDict()
+        self._values = NewestKept[_Key, _Value](limit)
 
     def put(self, key: _Key, value: _Value) -> None:
         with self._lock:
             self._values[key] = value
-            self._values.move_to_end(key)
-            if len(self._values) > self._limit:
-                self._values.popitem(last=False)
 
     def get(self, key: _Key) -> _Value | None:
         with self._lock:

@@ -1,10 +1,10 @@
 """One call at a time for each key: callers that come meanwhile share its result or failure."""
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
 
+from loraplex.adapters.common.newest import NewestKept
 from loraplex.adapters.errors import AdapterError
 
 _Key = TypeVar("_Key")
@@ -42,7 +42,7 @@ class SingleFlight(Generic[_Key, _Result]):
         self._ttl_s = ttl_s
         self._lock = threading.Lock()
         self._flights: dict[_Key, _Flight[_Result]] = {}
-        self._failures: OrderedDict[_Key, _Failure] = OrderedDict()
+        self._failures = NewestKept[_Key, _Failure](MAX_REMEMBERED)
 
     def run(self, key: _Key, credential: str, work: Callable[[], _Result]) -> _Result:
         """Calls `work`, or waits for another caller's call with the same key.
@@ -83,9 +83,6 @@ class SingleFlight(Generic[_Key, _Result]):
     def _remember(self, key: _Key, credential: str, error: AdapterError) -> None:
         ttl_s = min(self._ttl_s, _UNAVAILABLE_TTL_S) if error.code == "unavailable" else self._ttl_s
         self._failures[key] = _Failure(self._clock() + ttl_s, credential, error)
-        self._failures.move_to_end(key)
-        while len(self._failures) > MAX_REMEMBERED:
-            self._failures.popitem(last=False)
 
     def _raise_remembered(self, key: _Key, credential: str) -> None:
         failure = self._failures.get(key)

@@ -7,13 +7,13 @@ alone. A name is the fleet's or one tenant's, and a tenant's own comes before th
 
 import contextlib
 import logging
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Protocol
 
 import msgspec
 
+from loraplex.adapters.common.newest import NewestKept
 from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.ref import AdapterRef
 from loraplex.router.call import Secret
@@ -69,7 +69,7 @@ class Aliases:
         )
         self._index = AliasIndex()
         self._declared: dict[OwnedName, Registration] = {}
-        self._dropped: OrderedDict[OwnedName, Registration] = OrderedDict()
+        self._dropped = NewestKept[OwnedName, Registration](MAX_DELETED)
         self._tokens: dict[OwnedName, tuple[AdapterRef, Secret]] = {}
         # What this router alone knows of a row, as long as the row is the same.
         self._noted: dict[OwnedName, tuple[Row, Registration]] = {}
@@ -257,8 +257,6 @@ class Aliases:
         with self._changing(name):
             self._declared.pop(name, None)
             self._dropped[name] = registration
-        if len(self._dropped) > MAX_DELETED:
-            self._dropped.popitem(last=False)
         self._changed()
         row = self._row(name)
         if row is not None and row.origin != "api":  # counts for nobody who declares it no more

@@ -7,7 +7,6 @@ time, so what one caller's token opened is never another's.
 import asyncio
 import hashlib
 import logging
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,6 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from loraplex.adapters.common.nearest import did_you_mean, one_edit_away
+from loraplex.adapters.common.newest import NewestKept
 from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.manifest import AdapterManifest
 from loraplex.adapters.merge.recipe import sole_member
@@ -191,7 +191,7 @@ class Catalog:
         self._pin = pin
         self._load = load
         self._clock = clock
-        self._outcomes: OrderedDict[_Key, _Outcome] = OrderedDict()
+        self._outcomes = NewestKept[_Key, _Outcome](MAX_CACHED)
         self._resolving: dict[_Key, asyncio.Task[_Outcome]] = {}
 
     async def resolve(
@@ -432,9 +432,6 @@ class Catalog:
         # A passing fault is shared with those who waited for it, and with nobody else.
         if outcome.error is None or outcome.error.code != "unavailable":
             self._outcomes[key] = outcome
-            self._outcomes.move_to_end(key)
-            if len(self._outcomes) > MAX_CACHED:
-                self._outcomes.popitem(last=False)
         return outcome
 
     async def _fetch(self, key: _Key, token: Secret | None) -> _Outcome:

@@ -1,10 +1,10 @@
 """Counts running requests by adapter name and content, and waits for the last of them."""
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
+from loraplex.adapters.common.newest import NewestKept
 from loraplex.router.names.owned_name import OwnedName
 from loraplex.router.names.served import ServedAdapter
 from loraplex.router.policy.rollout import HeldContent
@@ -33,7 +33,7 @@ class AdapterUse:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._running: dict[Use, int] = {}
-        self._last_used: OrderedDict[HeldContent, float] = OrderedDict()
+        self._last_used = NewestKept[HeldContent, float](MAX_REMEMBERED)
         self._idle = asyncio.Condition()
         self._waiting = 0
         self._waking: set[asyncio.Task[None]] = set()
@@ -45,7 +45,7 @@ class AdapterUse:
         reference = adapter.adapter_id if adapter.alias is None else ""
         use = Use(adapter.alias, reference, adapter.held)
         self._running[use] = self._running.get(use, 0) + 1
-        self._touch(adapter.held)
+        self._last_used[adapter.held] = self._clock()
         return lambda: self._release(use)
 
     def running(self, name: OwnedName, held: HeldContent | None = None) -> int:
@@ -75,7 +75,7 @@ class AdapterUse:
             self._waiting -= 1
 
     def _release(self, use: Use) -> None:
-        self._touch(use.held)
+        self._last_used[use.held] = self._clock()
         self._running[use] -= 1
         if self._running[use]:
             return
@@ -88,9 +88,3 @@ class AdapterUse:
     async def _wake(self) -> None:
         async with self._idle:
             self._idle.notify_all()
-
-    def _touch(self, held: HeldContent) -> None:
-        self._last_used[held] = self._clock()
-        self._last_used.move_to_end(held)
-        if len(self._last_used) > MAX_REMEMBERED:
-            self._last_used.popitem(last=False)

@@ -1,11 +1,11 @@
 """Every error that a caller gets passes here: counted, traced, and the last ones kept."""
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 
 from starlette.requests import Request
 
+from loraplex.adapters.common.newest import NewestKept
 from loraplex.router.api.admin.fleet import ErrorObject
 from loraplex.router.call import RequestError
 from loraplex.router.telemetry.metrics import GENERATION_PATHS, RouterMetrics
@@ -25,7 +25,7 @@ class CallerErrors:
     def __init__(self, metrics: RouterMetrics, clock: Callable[[], float] = time.time) -> None:
         self._metrics = metrics
         self._clock = clock
-        self._records: OrderedDict[tuple[str, str, str], ErrorObject] = OrderedDict()
+        self._records = NewestKept[tuple[str, str, str], ErrorObject](MAX_ERRORS)
 
     def note(self, request: Request, error: RequestError) -> None:
         """Notes an error. Routes and methods that there are not are counted only: strangers ask for
@@ -39,14 +39,12 @@ class CallerErrors:
             return
         path, message = request.scope["path"][:MAX_TEXT], error.message[:MAX_TEXT]
         key = (path, error.cause, message)
-        before = self._records.pop(key, None)
+        before = self._records.get(key)
         count = 1 if before is None else before.count + 1
         request_id = request.state.request_id
         self._records[key] = ErrorObject(
             self._clock(), count, path, error.cause, message, request_id
         )
-        if len(self._records) > MAX_ERRORS:
-            self._records.popitem(last=False)
 
     @property
     def newest_first(self) -> list[ErrorObject]:

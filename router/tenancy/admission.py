@@ -7,12 +7,12 @@ admits nobody who has quotas, `local-share` counts here, against this router's s
 import asyncio
 import contextlib
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import Literal, get_args
 
 import msgspec
 
+from loraplex.adapters.common.newest import NewestKept
 from loraplex.router.call import RequestError
 from loraplex.router.policy.quota import Ask, Reason, Standing, Subject, Verdict, share
 from loraplex.router.shared.memory_store import MemoryStore
@@ -64,7 +64,7 @@ class Admission:
         self._local = MemoryStore(clock or SteadyClock())
         self._live: dict[str, Admitted] = {}
         # Requests a minute come back with time alone: until then the answer stays the same.
-        self._used_up: OrderedDict[tuple[Subject, ...], tuple[float, Verdict]] = OrderedDict()
+        self._used_up = NewestKept[tuple[Subject, ...], tuple[float, Verdict]](MAX_REMEMBERED)
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -118,9 +118,6 @@ class Admission:
 
     def _remember(self, subjects: tuple[Subject, ...], verdict: Verdict) -> None:
         self._used_up[subjects] = time.monotonic() + verdict.retry_ms / 1000, verdict
-        self._used_up.move_to_end(subjects)
-        if len(self._used_up) > MAX_REMEMBERED:
-            self._used_up.popitem(last=False)
 
     def settle(self, admitted: Admitted, used: int) -> None:
         """Settles a request, without waiting. What cannot be reported expires: places soon, tokens

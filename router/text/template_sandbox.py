@@ -5,7 +5,6 @@ A template that uses up its time or memory costs its process, never the router.
 
 import asyncio
 import hashlib
-from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from loraplex.adapters.chat.conversation import (
     TemplateOptions,
 )
 from loraplex.adapters.chat.template import MAX_OUTPUT_CHARS
+from loraplex.adapters.common.newest import NewestKept
 from loraplex.adapters.helpers.helper import Helper, HelperBroken, HelperStopped, HelperUnavailable
 from loraplex.adapters.helpers.pool import HelperPool
 from loraplex.router.call import RequestError
@@ -44,7 +44,7 @@ class TemplateSandbox:
             Helper(_MODULE, b"", RENDER_TIMEOUT_S, _MAX_FRAME_BYTES) for _ in range(processes)
         ]
         self._pool = HelperPool(helpers, "template")
-        self._refused: OrderedDict[bytes, _Refusal] = OrderedDict()
+        self._refused = NewestKept[bytes, _Refusal](_MAX_REFUSED)
 
     async def render(
         self,
@@ -133,9 +133,6 @@ class TemplateSandbox:
         if known is not None and known.until > now:
             size = min(size, known.size)
         self._refused[key] = _Refusal(now + REFUSED_S, size)
-        self._refused.move_to_end(key)
-        if len(self._refused) > _MAX_REFUSED:
-            self._refused.popitem(last=False)
 
 
 class _Refusal(NamedTuple):

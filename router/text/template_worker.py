@@ -4,7 +4,6 @@ It gives up memory, files, processes and all but a little processor time before 
 a RenderJob in msgpack, answered by a RenderOutcome.
 """
 
-from collections import OrderedDict
 from typing import Any
 
 import msgspec
@@ -17,13 +16,14 @@ from loraplex.adapters.chat.conversation import (
     TemplateOptions,
 )
 from loraplex.adapters.chat.template import ChatTemplate
+from loraplex.adapters.common.newest import NewestKept
 from loraplex.adapters.helpers.answering import answer_questions, limit_self, read_frame
 
 CPU_SECONDS = 1.0
 MEMORY_BYTES = 512 << 20
 _KEPT_TEMPLATES = 16
 
-_Templates = OrderedDict[tuple[str, tuple[tuple[str, str], ...]], ChatTemplate]
+_Templates = NewestKept[tuple[str, tuple[tuple[str, str], ...]], ChatTemplate]
 
 
 class RenderJob(msgspec.Struct, frozen=True, array_like=True):
@@ -52,7 +52,7 @@ def main() -> None:
     _warm_up()
     limit_self(MEMORY_BYTES)
     decode = msgspec.msgpack.Decoder(RenderJob).decode
-    templates: _Templates = OrderedDict()
+    templates = _Templates(_KEPT_TEMPLATES)
 
     def answer(question: bytes) -> bytes:
         return msgspec.msgpack.encode(_render(templates, decode(question)))
@@ -67,7 +67,7 @@ def _warm_up() -> None:
     usual = "{{ 'a\\n' | tojson }}{{ strftime_now('%d %b %Y') }}{{ messages | length }}"
     for source in (usual, "{{ 1 / 0 }}", "{% if %}", "{{ '\\ud800' }}"):
         messages = [{"role": "user", "content": "ü"}]
-        _render(OrderedDict(), RenderJob(source, {}, messages, TemplateOptions()))
+        _render(_Templates(1), RenderJob(source, {}, messages, TemplateOptions()))
 
 
 def _render(templates: _Templates, job: RenderJob) -> RenderOutcome:
@@ -76,8 +76,6 @@ def _render(templates: _Templates, job: RenderJob) -> RenderOutcome:
         template = templates.get(key)
         if template is None:
             template = templates[key] = ChatTemplate(job.source, job.special_tokens)
-            if len(templates) > _KEPT_TEMPLATES:
-                templates.popitem(last=False)
         if job.messages is None:
             return RenderOutcome(form=template.form)
         return RenderOutcome(template.written(job.messages, job.options))

@@ -2,9 +2,9 @@
 
 import asyncio
 import contextlib
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 
+from loraplex.adapters.common.newest import NewestKept
 from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.manifest import AdapterManifest
 from loraplex.router.names.served import Merge, Origin, uploads_of
@@ -38,7 +38,7 @@ class ConnectionLoads:
     """
 
     def __init__(self, send: Callable[[AdapterLoad | AdapterMerge], None], supply: Supply) -> None:
-        self.admitted: OrderedDict[str, None] = OrderedDict()
+        self.admitted = NewestKept[str, None](MAX_REMEMBERED_ADAPTERS)
         self._send = send
         self._supply = supply
         self._loads: dict[str, asyncio.Future[AdapterManifest]] = {}
@@ -97,7 +97,7 @@ class ConnectionLoads:
         if state.stage == "ready":
             if state.manifest is None:
                 raise ProtocolFault("an adapter is ready without a manifest")
-            self._remember(state.manifest.digest)
+            self.admitted[state.manifest.digest] = None
             future.set_result(state.manifest)
         elif state.stage == "failed":
             future.set_exception(
@@ -118,12 +118,6 @@ class ConnectionLoads:
         for future in self._loads.values():
             if not future.done():
                 future.set_exception(error)
-
-    def _remember(self, digest: str) -> None:
-        self.admitted[digest] = None
-        self.admitted.move_to_end(digest)
-        if len(self.admitted) > MAX_REMEMBERED_ADAPTERS:
-            self.admitted.popitem(last=False)
 
     def _end_admission(self, key: _Admission, done: asyncio.Future[AdapterManifest]) -> None:
         self._admitting.pop(key, None)

@@ -6,9 +6,9 @@ more, as the only suspect of its router, and convicted if its worker dies then, 
 router cannot hear is held against nothing.
 """
 
-from collections import OrderedDict
 from typing import Literal
 
+from loraplex.adapters.common.newest import NewestKept
 from loraplex.server.protocol import ErrorCode
 
 MAX_LOSSES = 8
@@ -66,17 +66,13 @@ class Quarantine:
 
     def __init__(self, ttl_s: float, most: int = 1024) -> None:
         self._ttl_s = ttl_s
-        self._most = most
-        self._until: OrderedDict[bytes, float] = OrderedDict()
+        self._until = NewestKept[bytes, float](most)
 
     def __len__(self) -> int:
         return len(self._until)
 
     def add(self, fingerprint: bytes, now: float) -> None:
         self._until[fingerprint] = now + self._ttl_s
-        self._until.move_to_end(fingerprint)
-        if len(self._until) > self._most:
-            self._until.popitem(last=False)
 
     def holds(self, fingerprint: bytes, now: float) -> bool:
         until = self._until.get(fingerprint)

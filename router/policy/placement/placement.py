@@ -6,10 +6,10 @@ load.
 """
 
 import math
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+from loraplex.adapters.common.newest import NewestKept
 from loraplex.router.policy.placement.prefixes import PrefixMemory
 from loraplex.router.policy.placement.rendezvous import Rankings
 from loraplex.router.policy.placement.workers import WorkerView
@@ -77,7 +77,7 @@ class Placer:
     """
 
     def __init__(self) -> None:
-        self._homes: OrderedDict[str, _Homes] = OrderedDict()
+        self._homes = NewestKept[str, _Homes](MAX_ADAPTERS)
         self._rankings = Rankings()
         self._prefixes = PrefixMemory()
 
@@ -144,12 +144,7 @@ class Placer:
         """Updates how many homes an adapter has. The number grows with demand at once; it shrinks
         by one when demand has been low for a while.
         """
-        homes = self._homes.get(adapter)
-        if homes is None:
-            homes = self._homes[adapter] = _Homes()
-            if len(self._homes) > MAX_ADAPTERS:
-                self._homes.popitem(last=False)
-        self._homes.move_to_end(adapter)
+        homes = self._homes[adapter] = self._homes.get(adapter) or _Homes()
         demand = sum(worker.own.get(adapter, 0) for worker in workers) + 1
         a_copy = _SHARE_A_COPY * sum(worker.credits for worker in workers) / len(workers)
         homes.needed = math.ceil(demand / max(1.0, a_copy))

@@ -4,9 +4,10 @@ Rendezvous hashing (Thaler and Ravishankar, 1998): every router ranks alike with
 worker that comes or goes moves only its own adapters.
 """
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
+
+from loraplex.adapters.common.newest import NewestKept
 
 MAX_RANKINGS = 1 << 14
 
@@ -16,7 +17,7 @@ class Rankings:
 
     def __init__(self) -> None:
         self._workers: tuple[str, ...] = ()
-        self._rankings: OrderedDict[str, dict[str, int]] = OrderedDict()
+        self._rankings = NewestKept[str, dict[str, int]](MAX_RANKINGS)
 
     def of(self, key: str, worker_ids: Sequence[str]) -> dict[str, int]:
         """The rank of each worker; 0 = the first home."""
@@ -27,8 +28,6 @@ class Rankings:
         ranking = self._rankings.get(key)
         if ranking is None:
             ranking = self._rankings[key] = rank(key, workers)
-            if len(self._rankings) > MAX_RANKINGS:
-                self._rankings.popitem(last=False)
         return ranking
 
 

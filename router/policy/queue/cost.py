@@ -3,9 +3,9 @@
 The currency is the prompt token. Prices are relative work on a GPU, not money.
 """
 
-from collections import OrderedDict
 from typing import NamedTuple
 
+from loraplex.adapters.common.newest import NewestKept
 from loraplex.router.policy.queue.fairness import Account, FairOrder
 from loraplex.router.policy.queue.shares import TenantShares
 
@@ -36,7 +36,7 @@ class OutputEstimate:
     """How long the outputs of a flow tend to be: a running mean, of at most so many flows."""
 
     def __init__(self) -> None:
-        self._means: OrderedDict[Flow | str, float] = OrderedDict()
+        self._means = NewestKept[Flow | str, float](MAX_ESTIMATES)
         self._overall = _FIRST_GUESS
 
     def expected(self, flow: Flow, max_tokens: int) -> float:
@@ -51,9 +51,6 @@ class OutputEstimate:
         for key in (flow, flow.tenant):
             old = self._means.get(key, float(num_tokens))
             self._means[key] = old + _NEWEST * (num_tokens - old)
-            self._means.move_to_end(key)
-        while len(self._means) > MAX_ESTIMATES:
-            self._means.popitem(last=False)
 
 
 class Bill:

@@ -15,8 +15,6 @@ from tests.router.routes.test_keys import ADMIN, BODY, bearer, complete, create
 from tests.router.serving import Running, events_of, poll, running_router
 from tests.router.shared.redis_server import RedisServer
 
-LIMITED = {"requests_per_minute": 1}
-
 
 @asynccontextmanager
 async def routers(
@@ -210,26 +208,32 @@ async def test_an_emptied_redis_is_filled_again(
             assert (await complete(router, gone)).status_code == 401
 
 
-@pytest.mark.parametrize(
-    ("mode", "limits", "status"),
-    [("open", LIMITED, 200), ("closed", LIMITED, 503), ("closed", {}, 503)],
-)
+@pytest.mark.parametrize(("mode", "status"), [("open", 200), ("closed", 503)])
 async def test_the_chosen_mode_holds(
-    tmp_path: Path,
-    redis: RedisServer,
-    worker: FakeWorker,
-    mode: str,
-    limits: dict[str, int],
-    status: int,
+    tmp_path: Path, redis: RedisServer, worker: FakeWorker, mode: str, status: int
 ) -> None:
-    """A key without limits is of the API all the same."""
     async with routers(tmp_path, redis, worker, quota_outage=mode) as (router,):
-        key = await create(router, limits=limits)
+        key = await create(router, limits={"requests_per_minute": 1})
         await redis.kill()
         answers = [await complete(router, key) for _ in range(3)]
         assert statuses(answers)[-1] == status
         assert all(a.status_code == 200 or a.headers["retry-after"] for a in answers)
         await until_mode(router, mode)
+        await redis.start()
+        await until_mode(router, "shared")
+        assert (await complete(router, key)).status_code == 200
+
+
+async def test_closed_also_stops_keys_without_limits(
+    tmp_path: Path, redis: RedisServer, worker: FakeWorker
+) -> None:
+    async with routers(tmp_path, redis, worker, quota_outage="closed") as (router,):
+        key = await create(router)
+        await redis.kill()
+        await until_mode(router, "closed")
+        refused = await complete(router, key)
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"]
         await redis.start()
         await until_mode(router, "shared")
         assert (await complete(router, key)).status_code == 200

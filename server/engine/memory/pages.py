@@ -84,7 +84,8 @@ class PagePool:
         self._hash_of: dict[int, PageHash] = {}
         self._page_of: dict[PageHash, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # cached pages, oldest first
-        self.num_idled = 0  # how often a page has become a cached one
+        # How often pages became cached ones, or were taken: others are overwritten next.
+        self.num_moves = 0
         # Pages that are copied, which nobody may overwrite, and how many of them are cached ones.
         self._saving: set[int] = set()
         self._busy = 0
@@ -155,6 +156,7 @@ class PagePool:
             return None
         pages = [self._free.pop() for _ in range(min(count, len(self._free)))]
         pages += self._evict(count - len(pages))
+        self.num_moves += count > 0
         for page in pages:
             self._references[page] = 1
         return pages
@@ -176,7 +178,7 @@ class PagePool:
                 continue
             if page in self._hash_of:
                 self._idle[page] = None
-                self.num_idled += 1
+                self.num_moves += 1
                 self._busy += page in self._saving
             elif page not in self._saving:
                 self._free.append(page)

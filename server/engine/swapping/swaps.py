@@ -18,7 +18,9 @@ from loraplex.server.engine.swapping.page_store import PageStore
 # that the bus is never idle and a copy that is wanted soon waits for little.
 _TOKENS_TOGETHER = 1024
 _AT_ONCE = 2
-# Looking for pages to save takes some 0.1 ms. It is done again after so long.
+# A prompt takes all its pages at once. Those of longer ones than so many push pages out that are
+# not saved: looking at these takes some 0.3 ms. It is done again after so long.
+_AHEAD = 1024
 _LOOK_S = 0.02
 # A disk that took no page is left alone for so long.
 _DISK_REST_S = 10.0
@@ -69,11 +71,14 @@ class PageSwaps:
         self.host, self.disk = PageStore(limits.host_pages), PageStore(limits.disk_pages)
         self._together = max(1, _TOKENS_TOGETHER // limits.page_size)
         groups = max(1, len(limits.page_windows))
-        of_step = -(-limits.max_step_tokens // limits.page_size) * groups
+        of_step, of_prompt = (
+            -(-tokens // limits.page_size) * groups
+            for tokens in (limits.max_step_tokens, limits.max_context)
+        )
         # Pages that may be overwritten before a copy that begins now is over.
         soon = of_step + _AT_ONCE * self._together
         # No more than a half of what keeps them, so that saved pages do not push each other out.
-        self._to_save = max(1, min(soon, limits.host_pages // 2))
+        self._to_save = max(1, min(max(soon, min(of_prompt, _AHEAD)), limits.host_pages // 2))
         self._to_write = max(1, min(soon, limits.disk_pages // 2))
         self._batches: dict[int, tuple[PageWay, list[_Move]]] = {}
         self._queues: dict[PageWay, deque[_Move]] = {"in": deque(), "read": deque()}
@@ -84,7 +89,7 @@ class PageSwaps:
         self._recalled: list[Recall] = []
         self._number = 0
         self._looks_at = self._writes_at = 0.0  # not before
-        self._seen_idled = 0
+        self._seen_moves = 0
         self._recalled_pages = 0
         self._copied, self._failed = Counter[PageWay](), Counter[PageWay]()
         for digest in stored:
@@ -102,7 +107,7 @@ class PageSwaps:
     def next_look(self) -> float | None:
         """When `go_on` should look for pages to save, whatever else happens; None = there are no
         new ones."""
-        return self._looks_at if self and self._pool.num_idled != self._seen_idled else None
+        return self._looks_at if self and self._pool.num_moves != self._seen_moves else None
 
     @property
     def holds_pages(self) -> bool:
@@ -176,12 +181,12 @@ class PageSwaps:
         self._begin_queued("read")
         if now < self._looks_at or self.next_look is None:
             return
-        idled = self._pool.num_idled
+        moves = self._pool.num_moves
         full = self._copy_out() == self._together
         if self.disk.count and now >= self._writes_at:
             full |= self._write() == self._together
         if not full:
-            self._looks_at, self._seen_idled = now + _LOOK_S, idled
+            self._looks_at, self._seen_moves = now + _LOOK_S, moves
 
     def take_copies(self) -> list[PageCopies]:
         """Copies that begin now, in this order."""
@@ -204,7 +209,7 @@ class PageSwaps:
                 end[way](move, place not in failed and not move.is_void)
         if way == "out":
             self._pool.saved(move.page for move in moves)
-            self._seen_idled = -1  # there may be more
+            self._seen_moves = -1  # there may be more
 
     def forget(self, digests: Iterable[PageHash]) -> None:
         """No sequence may read these pages any more, wherever they are."""

@@ -48,6 +48,14 @@ def test_what_the_device_overwrote_comes_back() -> None:
     assert answer(harness, text(0), salt="other") == 0
 
 
+def test_prompts_of_many_steps_push_nothing_out_that_is_not_saved() -> None:
+    """A prompt takes all its pages at once, more than those of a step and of copies under way."""
+    harness = made(page_size=16, num_pages=400, host_pages=2000, max_context=2500)
+    for _ in range(2):
+        found = [answer(harness, text(kind, 2400)) for kind in range(4)]
+    assert found == [2384] * 4
+
+
 def test_without_host_memory_it_is_computed_again() -> None:
     harness = made(host_pages=0)
     answer(harness, text(0))

@@ -36,11 +36,11 @@ MAX_ENCODED = 4 << 20
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """A prompt as the model reads it. text: as given or rendered (of token ids: decoded). parts:
-    one for each id, where logprobs of the prompt are asked for. detokenizer: has read the
-    prompt, which an answer follows. rendered: of a chat. second: place of the first token of a
-    pair's second text; None = the model marks none. spans: as of PromptInfo. pictures: whose
-    placeholders are among the ids; files: of those pictures.
+    """A prompt as the model reads it. text: as given or rendered (of token ids: decoded where it is
+    shown, else ""). parts: one for each id, where logprobs of the prompt are asked for.
+    detokenizer: has read the prompt, which an answer follows. rendered: of a chat. second: place
+    of the first token of a pair's second text; None = the model marks none. spans: as of
+    PromptInfo. pictures: whose placeholders are among the ids; files: of those pictures.
     """
 
     text: str
@@ -327,12 +327,13 @@ def _prompt(
     What is shown again of one that is cut (`echo`) is what is left of it.
     """
     kept = _kept(call, model, len(ids))
-    if text is None or (call.echo and len(ids[kept]) < len(ids)):
+    is_shown = call.echo or call.sampling.prompt_logprobs is not None
+    if (is_shown and text is None) or (call.echo and len(ids[kept]) < len(ids)):
         parts = model.decode_parts(ids[kept], call.skip_special_tokens)
         text = "".join(parts)
     else:
         parts = parts[kept]
-    return Prompt(text, ids[kept], parts, model.detokenizer(ids[kept], call))
+    return Prompt(text or "", ids[kept], parts, model.detokenizer(ids[kept], call))
 
 
 def _kept(call: GenerationCall, model: TextModel, count: int) -> slice:

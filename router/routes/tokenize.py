@@ -101,7 +101,8 @@ class TokenizeRoutes:
 
         def one(prompt: Prompt) -> dict[str, Any]:
             sampling = drawn(call, resolve_sampling(call, model, prompt))
-            return kept | {"prompt": prompt.text, "token_ids": prompt.ids, **sampling}
+            text = prompt.text or model.decode(prompt.ids, call.skip_special_tokens)
+            return kept | {"prompt": text, "token_ids": prompt.ids, **sampling}
 
         def answer() -> Any:
             return one(prompts[0]) if call.messages else [one(prompt) for prompt in prompts]

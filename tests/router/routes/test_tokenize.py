@@ -15,6 +15,7 @@ from tests.router.fake_worker import (
     CHAT_TEMPLATE,
     MAX_CONTEXT,
     FakeWorker,
+    ids_of,
     make_card,
     make_manifest,
     running_worker,
@@ -296,6 +297,9 @@ async def test_rendered_prompts(router: Running) -> None:
     assert [one["token_ids"] for one in several] == expected
     assert {one["request_id"] for one in several} == {"cmpl-mine"}
     assert several[0]["sampling_params"]["stop"] == ["x"]
+    of_ids = {"prompt": ids_of("hi you")}
+    (one,) = (await router.client.post("/v1/completions/render", json=of_ids)).json()
+    assert (one["prompt"], one["token_ids"]) == ("hi you", ids_of("hi you"))
 
 
 @pytest.mark.parametrize(

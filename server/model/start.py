@@ -143,11 +143,10 @@ def _build_parts(
         _require_fp8(torch.cuda.get_device_capability(device))
     _refuse_rounded_latents(model, config.kv_dtype)
     free, total = torch.cuda.mem_get_info(device) if on_gpu else (0, 0)
-    planned = config
+    planned, of_weights = config, weights_bytes(model, config.dtype, packed=True)
     if on_gpu:
-        left = free - weights_bytes(model, config.dtype, packed=True)
-        planned = fill_device(model, config, DeviceMemory(total, free, left))
-    executor_limits(model, planned)  # says what is wrong before the weights are read
+        planned = fill_device(model, config, DeviceMemory(total, free, free - of_weights))
+    executor_limits(model, planned, of_weights)  # says what is wrong before the weights are read
     phases.begin("reading weights")
     weights = load(model, dtype, device)
     phases.begin("making caches")
@@ -159,7 +158,7 @@ def _build_parts(
     if on_gpu:
         room = DeviceMemory(total, free, torch.cuda.mem_get_info(device)[0])
         config, memory = _filled(model, config, room, group)
-    limits = executor_limits(model, config)
+    limits = executor_limits(model, config, of_weights)
     cache = _make_cache(model, config, limits.num_pages, weights, device)
     model = model.within(limits.max_context)
     table = _make_table(model, config, limits, group, device)

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -29,6 +30,7 @@ from loraplex.server.model.linear.linear import Linear
 from loraplex.server.model.linear.norm import LayerNorm as LayerNorm
 from loraplex.server.model.linear.norm import Norm as Norm
 from loraplex.server.model.linear.norm import RmsNorm as RmsNorm
+from loraplex.server.model.pages.pinned_copies import PinnedCopies
 from loraplex.server.model.spec.latent_spec import LatentSpec
 from loraplex.server.model.spec.linear_spec import LinearSpec
 from loraplex.server.model.spec.model_spec import (
@@ -289,9 +291,10 @@ def load_weights(
     if left_out:
         log.info("%d stored tensors change no token and are left out: %s", *kinds(left_out))
     embedding = tables(stored, model)[0]
-    with torch.inference_mode():
+    on_gpu = device.type == "cuda"
+    with torch.inference_mode(), PinnedCopies(device) if on_gpu else nullcontext():
         forms = stored_forms(model, stored)
-        stays = device.type == "cuda" if packed is None else packed
+        stays = on_gpu if packed is None else packed
         made = None if at_load is None else form_at_load(at_load, model.quantisation)
         source = WeightSource(shards, forms, dtype, device, packed=stays, at_load=made, shard=shard)
         embed = source.table(embedding)

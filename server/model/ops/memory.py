@@ -379,10 +379,15 @@ def _too_little(table: Sequence[MemoryLine], of: str) -> str:
     return f"not enough GPU memory for a KV cache: {estimate}, of {of}. {MEMORY_ADVICE}"
 
 
-def executor_limits(model: ModelSpec, engine: EngineConfig) -> ExecutorLimits:
-    """Work out the executor's limits from the memory that it may use. Raises ConfigError naming the
-    option that is too small, with the value that would do.
+def executor_limits(
+    model: ModelSpec, engine: EngineConfig, weight_bytes: int | None = None
+) -> ExecutorLimits:
+    """Work out the executor's limits from the memory that it may use. weight_bytes: as of
+    `weights_bytes`, where it is known. Raises ConfigError naming the option that is too small, with
+    the value that would do.
     """
+    if weight_bytes is None:
+        weight_bytes = weights_bytes(model, engine.dtype, packed=True)
     page = page_bytes(model, engine)
     windows = page_groups(model).windows
     num_pages, least = engine.kv_memory // page if page else 0, page * len(windows)
@@ -417,7 +422,7 @@ def executor_limits(model: ModelSpec, engine: EngineConfig) -> ExecutorLimits:
         is_causal=model.is_causal,
         has_states=bool(model.states),
         num_snapshots=num_snapshots(model, engine),
-        weight_bytes=weights_bytes(model, engine.dtype, packed=True),
+        weight_bytes=weight_bytes,
         token_bytes=page // engine.page_size * len(windows),
         num_devices=engine.shards,
         pictures=picture_limits(model, engine, max_context),

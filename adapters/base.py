@@ -91,6 +91,7 @@ class ModuleShape(msgspec.Struct, frozen=True):
     spans: of its inputs or outputs that are shared; () = one. has_bias: of an ordinary module.
     groups: how files hold its outputs. kernel: of a convolution, the shape of its inputs; such a
     module is no linear one to PEFT, and files have further dimensions. () = it is none.
+    factor_behind: a factor of its inputs is that of its outputs, which no bias may have.
     """
 
     path: str
@@ -102,6 +103,7 @@ class ModuleShape(msgspec.Struct, frozen=True):
     has_bias: bool = False
     groups: Groups = UNGROUPED
     kernel: tuple[int, ...] = ()
+    factor_behind: bool = False
 
     @property
     def is_of_experts(self) -> bool:

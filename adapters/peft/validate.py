@@ -12,7 +12,7 @@ import msgspec
 from loraplex.adapters.base import BaseSpec, base_modules
 from loraplex.adapters.manifest import SlabDtype
 from loraplex.adapters.peft.config import MAX_RANK, PeftConfig
-from loraplex.adapters.peft.lora_tensors import LoraTensors
+from loraplex.adapters.peft.lora_tensors import LoraTensors, ModuleLora
 from loraplex.adapters.peft.own_weights import (
     check_head,
     check_norms,
@@ -127,6 +127,8 @@ def place_tensors(
     if matcher is None or not matcher.is_sound:
         return None
     placed = ModulePlacer(matcher, found, base, limits.max_lora_rank, findings).place()
+    if not all(isinstance(lora, ModuleLora) for lora in placed.modules):
+        _check_experts(matcher.config, findings)
     for table in placed.tables:
         name, nbytes = table.tensor.name, table.tensor.nbytes
         if nbytes > limits.max_table_bytes:
@@ -184,22 +186,35 @@ def _check_outputs(matcher: Targeting, base: BaseSpec, findings: Findings) -> No
     """Refuses what PEFT does not load, or cannot confine to the tokens of activated LoRA."""
     config, embed = matcher.config, base.model_modules.get("embed_tokens")
     paths = {path for targeted in _all_targeted(matcher, base) for path in targeted}
-    on_experts = any(".experts." in path for path in paths)
     is_activated = bool(config.alora_invocation_tokens)
+    scaled = (each.path for each in base_modules(base) if each.shape.factor_behind)
     unserved = {
         ("use_dora", "alora_invocation_tokens"): config.use_dora and is_activated,
-        ("use_dora", "experts targeted"): config.use_dora and on_experts,
         ("lora_bias", "use_dora"): config.lora_bias and config.use_dora,
-        ("lora_bias", "experts targeted"): config.lora_bias and on_experts,
         ("lora_bias", "embed_tokens targeted"): config.lora_bias
         and embed is not None
         and embed.path in paths,
+        ("lora_bias", "modules targeted whose inputs have a factor"): config.lora_bias
+        and not paths.isdisjoint(scaled),
         ("bias", "alora_invocation_tokens"): config.bias != "none" and is_activated,
     }
     for (key, words), is_there in unserved.items():
         if is_there:
             message = f"{key} with {words} is not supported"
             findings.add("unsupported_feature", key, message)
+
+
+def _check_experts(config: PeftConfig, findings: Findings) -> None:
+    """Refuses beside LoRA of experts what PEFT has for linear modules alone. That a config targets
+    experts says little: models of transformers 5 have no modules of theirs."""
+    keys = {
+        "use_dora": config.use_dora,
+        "lora_bias": config.lora_bias,
+        "alora_invocation_tokens": bool(config.alora_invocation_tokens),
+    }
+    for key in (key for key, is_there in keys.items() if is_there):
+        message = f"{key} with LoRA on experts is not supported"
+        findings.add("unsupported_feature", key, message)
 
 
 def _check_activation(matcher: Targeting, base: BaseSpec, findings: Findings) -> None:
@@ -212,8 +227,8 @@ def _check_activation(matcher: Targeting, base: BaseSpec, findings: Findings) ->
         findings.add("bad_value", key, f"{key}: {unknown[0]} is no token of the base model")
     embed = base.model_modules.get("embed_tokens")
     paths = {path for targeted in _all_targeted(matcher, base) for path in targeted}
-    if any(".experts." in path or (embed and path == embed.path) for path in paths):
-        message = f"{key} with embed_tokens or experts targeted is not supported"
+    if embed is not None and embed.path in paths:
+        message = f"{key} with embed_tokens targeted is not supported"
         findings.add("unsupported_feature", key, message)
     if any(path.endswith(".kv_b_proj") for path in paths):
         # One query sees keys with the adapter and without; kv_b may be absorbed in queries.

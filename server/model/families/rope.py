@@ -83,12 +83,15 @@ def read_tables(fields: Fields, theta: object, windowed_theta: object) -> tuple[
     if not set(tables) <= {family.FULL, family.WINDOWED}:
         fields.refuse(f"rope_parameters must have tables {family.FULL} and {family.WINDOWED}")
         tables = {}
-    full = {
-        "rope_theta": theta,
-        **fields.table(tables, family.FULL),
-        **fields.table(config, "rope_scaling"),
-    }
-    return full, {"rope_theta": windowed_theta, **fields.table(tables, family.WINDOWED)}
+    scaling = fields.table(config, "rope_scaling")
+    if "type" in scaling and "rope_type" not in scaling:
+        fields.refuse("rope_scaling must say rope_type where layers differ: type is not read there")
+    full = {"rope_theta": theta, **fields.table(tables, family.FULL), **scaling}
+    windowed = {"rope_theta": windowed_theta, **fields.table(tables, family.WINDOWED)}
+    for table in (full, windowed):
+        if table.get("truncate", True) is not True:
+            fields.refuse("truncate must be true where layers differ: transformers reads no other")
+    return full, windowed
 
 
 def read_table(

@@ -96,7 +96,7 @@ class LinearSpec(msgspec.Struct, frozen=True):
     below the other; one part where the checkpoint stores the matrix whole. experts: how many such
     matrices there are, of the same shape; then `stored` says how. transposed: a checkpoint has
     `[in, out]` of a part that is not quantised. clips: a part's inputs and outputs are held within
-    bounds that a checkpoint has beside it (`BOUNDS`)."""
+    bounds that a checkpoint has beside it (`BOUNDS`). factor_behind: as of ModuleShape."""
 
     role: Role
     in_features: int
@@ -107,6 +107,7 @@ class LinearSpec(msgspec.Struct, frozen=True):
     stored: ExpertStorage | None = None
     transposed: bool = False
     clips: bool = False
+    factor_behind: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -173,6 +174,7 @@ class LinearSpec(msgspec.Struct, frozen=True):
                 spans=self.spans_of(part),
                 has_bias=has_bias,
                 groups=part.groups,
+                factor_behind=self.factor_behind,
             )
             for part in self.parts
         }

@@ -108,6 +108,12 @@ CASES: dict[str, tuple[Shapes, dict[str, Any], set[str]]] = {
         EACH,
         {"shape_mismatch", "rank_mismatch"},
     ),
+    "activated": (OF_EXPERT, EACH | {"alora_invocation_tokens": [1]}, {"unsupported_feature"}),
+    "activated, experts without tensors": (
+        pair("mlp.gate", 2, HIDDEN, EXPERTS),
+        {"target_modules": ["down_proj", "gate"], "alora_invocation_tokens": [1]},
+        set(),
+    ),
     "random initial values": (
         OUTER,
         WHOLE | {"init_lora_weights": False},

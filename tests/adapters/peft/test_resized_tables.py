@@ -102,6 +102,13 @@ def test_new_ids_need_a_head_without_a_bias(shards: int, tmp_path: Path) -> None
     assert violation_codes(lambda: judge_folder(folder, biased)) == {"unsupported_feature"}
 
 
+def test_a_head_that_follows_trained_rows_is_not_targeted(tmp_path: Path) -> None:
+    options = {"target_modules": ["q_proj", "lm_head"], "trainable_token_indices": [3, 4]}
+    folder = saved(tmp_path, BASE.vocab_size, saves_tables=False, **options)
+    assert manifest(folder).targets
+    assert violation_codes(lambda: judge_folder(folder, TIED)) == {"unsupported_feature"}
+
+
 @pytest.mark.parametrize("end", [65, 66, 4000])
 def test_an_end_must_be_an_id_of_the_adapter(end: int, tmp_path: Path) -> None:
     folder = saved(tmp_path, 66)

@@ -242,6 +242,7 @@ def read_v3(fields: Fields) -> ModelSpec:
     """Read DeepSeek V3 and R1, and Kimi K2: experts by corrected sigmoids, in groups."""
     fields = _with_usual(fields, _V3)
     sizes, of = _read_sizes(fields)
+    fields.only("head_dim", of.turned)
     return _scored(fields, sizes, of, experts.read_first_dense(fields, sizes, 3))
 
 
@@ -342,6 +343,7 @@ def read_youtu(fields: Fields) -> ModelSpec:
     """Youtu: DeepSeek V3's attention, and an MLP in every layer."""
     fields = _with_usual(fields, {**_V3, "num_attention_heads": 16})
     sizes, of = _read_latent_sizes(fields)
+    fields.only("head_dim", of.turned)
     attention, max_context = _read_attention(fields, sizes, of)
     layer = family.layer(sizes, attention)
     return family.model(fields, sizes, layer, max_context, eos=128001, tied=True)

@@ -432,6 +432,8 @@ def _learned(
 def read_bloom(fields: Fields) -> ModelSpec:
     """BLOOM: a norm of the embedding; q, k and v are one module, head by head."""
     fields.only("apply_residual_connection_post_layernorm", False)
+    if fields.config.get("pretraining_tp", 1) != 1:
+        fields.only("slow_but_exact", False)  # transformers then leaves biases and adapters out
     fields = of_own_names(fields, _BLOOM_KEYS)
     hidden = fields.config.get("n_embed") or fields.config.get("hidden_size")
     fields = _four_times(fields, hidden, "n_inner", "gelu_pytorch_tanh", "seq_length")

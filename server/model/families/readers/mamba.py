@@ -72,6 +72,7 @@ def read_bamba(fields: Fields) -> ModelSpec:
     fields.only("is_causal", True)
     config = fields.config
     sizes = family.read_sizes(fields, kv_heads=8, epsilon=1e-5)
+    fields.only("partial_rotary_factor", 0.5)  # other values count in a table alone
     rope, max_context = read_rope(fields, sizes, RopeRules(partial=0.5))
     attention, mlp = (bool(config.get(f"{name}_bias", False)) for name in ("attention", "mlp"))
     biases = family.Biases(attention, attention, mlp)
@@ -260,7 +261,9 @@ def read_falcon_h1(fields: Fields) -> ModelSpec:
 def _scaled(fields: Fields, of: AttentionSpec, of_input: float) -> AttentionSpec:
     """Attention whose factors of inputs and keys are those of scores: what values have of them is a
     factor of its result."""
-    return replace(of, scale=of.scale * of_input**2 * _factor(fields, "key_multiplier"))
+    qkv, o = (replace(each, factor_behind=of_input != 1.0) for each in (of.qkv, of.o))
+    scale = of.scale * of_input**2 * _factor(fields, "key_multiplier")
+    return replace(of, qkv=qkv, o=o, scale=scale)
 
 
 def _read_falcon_mamba(fields: Fields, sizes: family.ModelSizes) -> Mamba2Spec:
@@ -278,6 +281,7 @@ def _read_falcon_mamba(fields: Fields, sizes: family.ModelSizes) -> Mamba2Spec:
     spec = mixer(fields, sizes, found, factors=factors)
     return replace(
         spec,
+        mixed=replace(spec.mixed, factor_behind=of_input != 1.0),
         norm_size=spec.norm_size if config.get("mamba_rms_norm", False) else None,
         gate_first=not config.get("mamba_norm_before_gate", True),
     )

@@ -200,10 +200,13 @@ def read_exaone_layers(
 
 
 def read_olmo(fields: Fields) -> ModelSpec:
-    """OLMo 1: LayerNorms without weights."""
-    sizes = _read_olmo_sizes(fields)._replace(epsilon=1e-5)
+    """OLMo 1: LayerNorms without weights; q, k and v may be clipped."""
+    said = fields.config.get("clip_qkv")
+    clip = 0.0 if said is None else fields.number(fields.config, "clip_qkv", None)
+    sizes = family.read_sizes(fields)._replace(epsilon=1e-5)
     norm = NormSpec("", sizes.hidden, sizes.epsilon, kind="layer", has_weight=False)
     model = llama.assembled(fields, sizes, family.attention_biases(fields), eos=_OLMO_EOS)
+    model = llama.with_attention(model, clip=clip)
     return replace(family.with_norms(model, NormPlaces(norm, norm)), norm=norm)
 
 
@@ -227,9 +230,6 @@ def read_olmo3(fields: Fields) -> ModelSpec:
     full, windowed = read_tables(fields, _OLMO3.theta, _OLMO3.theta)
     if not fields.table(fields.config, "rope_parameters"):
         fields.only("rope_theta", _OLMO3.theta)  # transformers gives it to one kind of layer alone
-    for table in (full, windowed):
-        if table.get("truncate", True) is not True:
-            fields.refuse("truncate must be true, since transformers reads no other for OLMo 3")
     (rope, max_context), (windowed_rope, _) = (
         read_table(fields, table, sizes, _OLMO3) for table in (full, windowed)
     )

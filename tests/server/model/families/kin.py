@@ -323,7 +323,12 @@ _ROWS: dict[str, Variant] = {
     "olmo-biases": Variant(
         OlmoConfig,
         OlmoForCausalLM,
-        {"attention_bias": True, "tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE},
+        {
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": LLAMA3_ROPE,
+            "clip_qkv": 0.7,
+        },
         is_adapted=False,
     ),
     "opt": _OPT,

@@ -5,7 +5,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from peft import LoraConfig
 
+from loraplex.adapters.errors import AdapterError
 from tests.server.model.driver import Driver, Stream, generate
 from tests.server.model.families.parity import GREEDY, TOLERANCE, assert_parity, prompt
 from tests.server.model.families.variants import VARIANTS
@@ -84,3 +86,12 @@ def test_biases_change_the_answer(fleet: Fleet) -> None:
             for each, bias in biases.items():
                 oracle.get_parameter(each).copy_(bias)
         assert (found - changed).abs().max() > 100 * TOLERANCE
+
+
+def test_a_factor_that_lies_behind_a_product_leaves_no_bias_out() -> None:
+    """Falcon-H1 multiplies what attention and Mamba read; here what they give has that factor."""
+    config = LoraConfig(r=2, target_modules=["q_proj", "in_proj"], lora_bias=True)
+    with pytest.raises(AdapterError, match="inputs have a factor"):
+        biased("falcon-h1", 3, config)
+    config.target_modules = {"up_proj"}
+    assert biased("falcon-h1", 3, config).layout.sites

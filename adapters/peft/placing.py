@@ -292,8 +292,9 @@ class ModulePlacer:
         for module in base_modules(self._base):
             if module.path not in self._found.biases:
                 continue
-            tensor, name = self._found.biases[module.path]
-            problem = self._bias_problem(module, is_wrapped=name.is_wrapped)
+            tensor = self._found.biases[module.path]
+            is_wrapped = module.path in self._found.wrapped_biases
+            problem = self._bias_problem(module, is_wrapped=is_wrapped)
             if problem is not None:
                 code, words = problem
                 self._findings.add(code, tensor.name, f"{tensor.name}: {words}")

@@ -1,7 +1,7 @@
 """Finds the base's module that each tensor of an adapter belongs to, or why there is none. Pure."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import msgspec
 
@@ -24,26 +24,27 @@ _LAYER = re.compile(r"model\.layers\.(?P<layer>0|[1-9][0-9]{0,5})\..+")
 _EXPERT = re.compile(r"(?P<head>.+\.)(?P<expert>0|[1-9][0-9]{0,5})(?P<tail>\.[^.]+)")
 
 
-class SortedTensors(msgspec.Struct, frozen=True):
+class SortedTensors(msgspec.Struct):
     """An adapter's tensors, sorted by what they are for. naming: how the adapter calls the modules.
     pairs: path in the base -> side -> tensor. copies: short name -> a copy of the base's own
     weights. has_experts: some pairs are of modules that each expert has. biases: path -> the
-    module's own bias, with its name. tables, rows: short name -> what the adapter has of a
-    table, whole or for some tokens. head: of a classifier, by the names of `ScoreParts`. norms:
-    path -> the weight that the adapter has of a norm. of_images: modules of a part for images,
-    which are left out.
+    module's own bias. wrapped_biases: paths of those that PEFT has wrapped. tables, rows: short
+    name -> what the adapter has of a table, whole or for some tokens. head: of a classifier, by the
+    names of `ScoreParts`. norms: path -> the weight that the adapter has of a norm. of_images:
+    modules of a part for images, which are left out.
     """
 
     naming: Naming
-    pairs: Mapping[str, dict[str, TensorInfo]]
-    copies: tuple[tuple[str, TensorInfo], ...]
+    pairs: dict[str, dict[str, TensorInfo]] = {}
+    copies: tuple[tuple[str, TensorInfo], ...] = ()
     has_experts: bool = False
-    biases: Mapping[str, tuple[TensorInfo, TensorName]] = {}
-    tables: Mapping[str, TensorInfo] = {}
-    rows: Mapping[str, TensorInfo] = {}
-    head: Mapping[str, TensorInfo] = {}
-    norms: Mapping[str, TensorInfo] = {}
-    of_images: frozenset[str] = frozenset()
+    biases: dict[str, TensorInfo] = {}
+    wrapped_biases: set[str] = set()
+    tables: dict[str, TensorInfo] = {}
+    rows: dict[str, TensorInfo] = {}
+    head: dict[str, TensorInfo] = {}
+    norms: dict[str, TensorInfo] = {}
+    of_images: set[str] = set()
 
 
 def sort_tensors(
@@ -62,25 +63,14 @@ def sort_tensors(
     """
     named = [(tensor, parse_tensor_name(tensor.name)) for tensor in tensors]
     spelling = spelling_of(name for _, name in named if name is not None)
-    sorter, of_images = _Sorter(spelling, base, findings, own), set[str]()
+    sorter = _Sorter(spelling, base, findings, own)
     # Of a tensor that is there twice, the odd spelling is the duplicate.
     for tensor, name in sorted(named, key=lambda each: not (each[1] and spelling.is_of(each[1]))):
         if text_part_only and name is not None and name.side and is_of_images(name.path):
-            of_images.add(name.path)
+            sorter.found.of_images.add(name.path)
         else:
             sorter.add(tensor, name)
-    return SortedTensors(
-        spelling.naming,
-        sorter.pairs,
-        tuple(sorter.copies),
-        sorter.has_experts,
-        sorter.biases,
-        sorter.tables,
-        sorter.rows,
-        sorter.head,
-        sorter.norms,
-        frozenset(of_images),
-    )
+    return sorter.found
 
 
 class _Sorter:
@@ -89,19 +79,12 @@ class _Sorter:
     def __init__(
         self, spelling: Spelling, base: BaseSpec, findings: Findings, own: frozenset[str]
     ) -> None:
-        self.pairs: dict[str, dict[str, TensorInfo]] = {}
-        self.copies: list[tuple[str, TensorInfo]] = []
-        self.biases: dict[str, tuple[TensorInfo, TensorName]] = {}
-        self.tables: dict[str, TensorInfo] = {}
-        self.rows: dict[str, TensorInfo] = {}
-        self.head: dict[str, TensorInfo] = {}
-        self.norms: dict[str, TensorInfo] = {}
+        self.found = SortedTensors(spelling.naming)
         self._norms = frozenset(norm.path for norm in base.norms) & own
         self._own = own
         self._spelling = spelling
         self._base = base
         self._findings = findings
-        self.has_experts = False
         modules = {module.path: module for module in base_modules(base)}
         # By path: with the experts' number left open, how many experts there are.
         self._experts = {
@@ -121,11 +104,13 @@ class _Sorter:
         if name is None or path is None:
             self._findings.add(*self._unknown(tensor.name, name, path))
         elif _whole_name(path, name) in self._own and not name.side:
-            self._add_head(tensor, name, _whole_name(path, name))
+            self._put(self.found.head, _whole_name(path, name), tensor, name)
         elif path in self._norms and name.is_weight:
-            self._add_norm(tensor, name, path)
+            self._put(self.found.norms, path, tensor, name)
         elif name.is_bias and path in self._table:
-            self._add_bias(tensor, name, path)
+            self._put(self.found.biases, path, tensor, name)
+            if name.is_wrapped and self.found.biases.get(path) is tensor:
+                self.found.wrapped_biases.add(path)
         elif (
             path in self._table
             and not name.side
@@ -147,29 +132,15 @@ class _Sorter:
         path = meant_by_any(head) if last in _BESIDE_OWN else None
         return path in self._table and self._table[path].name in self._own
 
-    def _add_table(
-        self,
-        found: dict[str, TensorInfo],
-        tensor: TensorInfo,
-        name: TensorName,
-        module: BaseModule,
+    def _put(
+        self, found: dict[str, TensorInfo], key: str, tensor: TensorInfo, name: TensorName
     ) -> None:
-        if module.name in found:
-            self._add_duplicate(tensor, found[module.name])
+        """Put a tensor in its place, unless another is there, or its name is spelled otherwise."""
+        if key in found:
+            message = f"{tensor.name}: the same tensor is stored twice, also as {found[key].name}"
+            self._findings.add("duplicate_tensor", tensor.name, message)
         elif self._is_spelled_alike(tensor, name):
-            found[module.name] = tensor
-
-    def _add_head(self, tensor: TensorInfo, name: TensorName, whole: str) -> None:
-        if whole in self.head:
-            self._add_duplicate(tensor, self.head[whole])
-        elif self._is_spelled_alike(tensor, name):
-            self.head[whole] = tensor
-
-    def _add_norm(self, tensor: TensorInfo, name: TensorName, path: str) -> None:
-        if path in self.norms:
-            self._add_duplicate(tensor, self.norms[path])
-        elif self._is_spelled_alike(tensor, name):
-            self.norms[path] = tensor
+            found[key] = tensor
 
     def _is_known(self, path: str) -> bool:
         """Whether there may be LoRA of it."""
@@ -177,46 +148,35 @@ class _Sorter:
             return True
         open_path, expert = _expert_of(path)
         is_known = expert < self._experts.get(open_path, 0)
-        self.has_experts |= is_known
+        self.found.has_experts |= is_known
         return is_known
 
     def _add_copy(self, tensor: TensorInfo, name: TensorName, module: BaseModule) -> None:
         if name.is_rows:
-            self._add_table(self.rows, tensor, name, module)
+            self._put(self.found.rows, module.name, tensor, name)
             return
         if not _has_rows_of_all(tensor, self._base, self._findings):
             return
         if module.name in self._own or tensor.shape[0] != self._base.vocab_size:
-            self._add_table(self.tables, tensor, name, module)
+            self._put(self.found.tables, module.name, tensor, name)
         elif self._is_spelled_alike(tensor, name) and _is_comparable(
             module, tensor, self._base, self._findings
         ):
-            self.copies.append((module.name, tensor))
-
-    def _add_bias(self, tensor: TensorInfo, name: TensorName, path: str) -> None:
-        there = self.biases.get(path)
-        if there is not None:
-            self._add_duplicate(tensor, there[0])
-        elif self._is_spelled_alike(tensor, name):
-            self.biases[path] = tensor, name
-
-    def _add_duplicate(self, tensor: TensorInfo, there: TensorInfo) -> None:
-        message = f"{tensor.name}: the same tensor is stored twice, also as {there.name}"
-        self._findings.add("duplicate_tensor", tensor.name, message)
+            self.found.copies += ((module.name, tensor),)
 
     def _add_side(self, tensor: TensorInfo, name: TensorName, path: str) -> None:
         module = self._table.get(path)
         is_embedding = module is not None and module.name == "embed_tokens"
-        there = self.pairs.get(path, {}).get(name.side)
         is_odd = is_embedding is not name.is_embedding or is_embedding is name.has_weight
         if is_odd and not name.is_of_outputs:
             kind = "lora_embedding_A/B" if is_embedding else "lora_A/B.weight"
             message = f"{tensor.name}: LoRA of {path} is stored as {kind}"
             self._findings.add("misplaced_tensor", tensor.name, message)
-        elif there is not None:
-            self._add_duplicate(tensor, there)
-        elif self._is_spelled_alike(tensor, name):
-            self.pairs.setdefault(path, {})[name.side] = tensor
+            return
+        pair = self.found.pairs.get(path, {})
+        self._put(pair, name.side, tensor, name)
+        if pair:
+            self.found.pairs[path] = pair
 
     def _is_spelled_alike(self, tensor: TensorInfo, name: TensorName) -> bool:
         """Whether a tensor's name is spelled like most. PEFT loads one spelling at a time: another

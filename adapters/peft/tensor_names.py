@@ -169,7 +169,6 @@ def _is_beside(rest: str) -> bool:
     return rest.partition(".")[0] in (_POOLER, *_PROJECTIONS)
 
 
-_NEMOTRON = "a model with Nemotron-H's names"
 WHOLE = Naming("the model itself", _BODY, "", tower="")
 NAMINGS = (
     WHOLE,

@@ -253,7 +253,7 @@ class Decoder(Generic[P, L, Y]):
             if weights.qk_layer_norm is not None:
                 whole = self.ops.complete(qkv)
                 qkv = self.ops.completed(layer_normed_heads(whole, weights.qk_layer_norm))
-            mixed = self.ops.attend(plan, layer, qkv, weights.qk_norm, weights.sinks)
+            mixed = self.ops.attend(plan, layer, qkv, weights)
             return self.ops.let_through(mixed, gates[0]) if gates else mixed
         if isinstance(weights, LatentWeights):
             raise TypeError("attention to latents begins with the normed rows")

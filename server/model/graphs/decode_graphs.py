@@ -143,7 +143,7 @@ class DecodeGraphs:
         token_ids, positions = self._token_ids[:size], self._positions[:size]
         lora = None
         if reach is not Reach.NONE:
-            lora = self._loras[size, reach] = self._ops.captured_lora(
+            lora = self._loras[size, reach] = self._ops.lora_batches.captured(
                 columns[SLOT], reach, decodes=True
             )
         logits, sampled = self._logits[:size], self._sampled[:size]

@@ -92,7 +92,8 @@ class EndGraphs:
         rows, slots = self._packed[: 2 * size].view(2, size)
         lora = None
         if reach is not Reach.NONE:
-            lora = self._loras[size, reach] = self._ops.captured_lora(slots, reach, decodes=False)
+            lora = self._ops.lora_batches.captured(slots, reach, decodes=False)
+            self._loras[size, reach] = lora
 
         def step() -> None:
             if lora is not None:
@@ -283,7 +284,7 @@ class TokenGraphs:
     def _lora(self, size: int, reach: Reach) -> DeviceLora | None:
         if reach is Reach.NONE:
             return None
-        return self._ops.captured_lora(self._slots[:size], reach, decodes=False)
+        return self._ops.lora_batches.captured(self._slots[:size], reach, decodes=False)
 
     def _prepared(
         self, size: int, lora: DeviceLora | None, example: Callable[[int], StepLayout]

@@ -58,7 +58,7 @@ def run_texts(
     for tokens in warm_sizes(most):
         layout = prompts_of(rows, limits.max_context, tokens)
         token_ids = torch.zeros(tokens, dtype=torch.int64, device=rows.device)
-        loras = ops.loras_to_warm(tokens) if limits.adapter_slots else []
+        loras = ops.lora_batches.to_warm(tokens) if limits.adapter_slots else []
         for lora in (None, *loras):
             decoder.forward(token_ids, ops.plan(layout), lora)
 
@@ -99,11 +99,11 @@ def run_step(
     # Decodes come first, and a rest of one is another.
     layout = _on_scratch(rows, np.array([1] + ([rest] if rest else []) + [max_context] * chunks))
     token_ids = torch.zeros(tokens, dtype=torch.int64, device=rows.device)
-    loras = [None, *ops.loras_to_warm(tokens)] if adapters else [None]
+    loras = [None, *ops.lora_batches.to_warm(tokens)] if adapters else [None]
     for lora in loras:
         normed = decoder.forward(token_ids, ops.plan(layout), lora)
         for wanted in {1, min(tokens, max(rows.scratch, LOGITS_ROWS))}:
-            of_head = None if lora is None else ops.loras_to_warm(wanted)[0]
+            of_head = None if lora is None else ops.lora_batches.to_warm(wanted)[0]
             decoder.logits(normed[-wanted:], of_head)
     torch.cuda.synchronize()
 

@@ -1,6 +1,7 @@
 """Operations of devices that share the model."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -16,6 +17,7 @@ from loraplex.server.model.lora.sites import Site
 from loraplex.server.model.ops.ops import Ops, StepLayout
 from loraplex.server.model.spec.model_spec import AttentionSpec, ModelSpec
 from loraplex.server.model.state_weights import StateWeights
+from loraplex.server.model.weights import AttentionWeights
 
 
 class _WithOwn(Protocol):
@@ -137,19 +139,12 @@ class GroupOps(Generic[P, L, Y]):
     def forbid_others(self, logits: torch.Tensor, lora: L, site: Site) -> None:
         self._ops.forbid_others(logits, lora, site)
 
-    def attend(
-        self,
-        plan: P,
-        layer: int,
-        qkv: Y,
-        qk_norm: torch.Tensor | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        spec = self._whole.layers[layer].attention
+    def attend(self, plan: P, layer: int, qkv: Y, weights: AttentionWeights) -> torch.Tensor:
+        spec, qk_norm = self._whole.layers[layer].attention, weights.qk_norm
         if qk_norm is not None and spec.norms_all_heads:
             qkv = self._ops.completed(self._normed(spec, self._ops.complete(qkv), qk_norm))
-            qk_norm = None
-        return self._ops.attend(plan, layer, qkv, qk_norm, sinks)
+            weights = replace(weights, qk_norm=None)
+        return self._ops.attend(plan, layer, qkv, weights)
 
     def mix_states(
         self, plan: P, layer: int, products: Sequence[Y], weights: StateWeights

@@ -20,7 +20,7 @@ from loraplex.server.model.spec.latent_spec import LatentSpec
 from loraplex.server.model.spec.model_spec import Activation, AttentionSpec, ModelSpec
 from loraplex.server.model.spec.page_groups import NO_PAGES, PageGroups
 from loraplex.server.model.state_weights import StateWeights
-from loraplex.server.model.weights import KvScales, Norm
+from loraplex.server.model.weights import AttentionWeights, KvScales, Norm
 
 # Of keys, and of values.
 _Views = tuple[torch.Tensor, torch.Tensor]
@@ -333,20 +333,13 @@ class Ops(Protocol[P, L, Y]):
         """
         ...
 
-    def attend(
-        self,
-        plan: P,
-        layer: int,
-        qkv: Y,
-        qk_norm: torch.Tensor | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def attend(self, plan: P, layer: int, qkv: Y, weights: AttentionWeights) -> torch.Tensor:
         """Attention as the layer's AttentionSpec says: norm and rotate q and k, write k and v into
         their pages, and attend over the pages, causally: -> `[tokens, heads * head_dim]`.
 
         qkv `[tokens, (heads + 2 kv_heads) * head_dim]`, or of fewer parts (`AttentionSpec.parts`),
-        may be overwritten; with gates it has twice the heads of q. qk_norm `[heads + kv_heads,
-        head_dim]`, or of q alone, sinks float32 `[heads]`; None = without.
+        may be overwritten; with gates it has twice the heads of q. weights: qk_norm and sinks are
+        read.
         """
         ...
 

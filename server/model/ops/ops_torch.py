@@ -31,6 +31,7 @@ from loraplex.server.model.spec.model_spec import (
     ModelSpec,
 )
 from loraplex.server.model.state_weights import StateWeights
+from loraplex.server.model.weights import AttentionWeights
 
 # Masks of layers, by their window.
 Masks = dict[int | None, torch.Tensor | None]
@@ -248,12 +249,7 @@ class TorchOps(TorchProducts):
         return to_device(values, self.device)
 
     def attend(
-        self,
-        plan: TorchPlan,
-        layer: int,
-        qkv: torch.Tensor,
-        qk_norm: torch.Tensor | None,
-        sinks: torch.Tensor | None,
+        self, plan: TorchPlan, layer: int, qkv: torch.Tensor, weights: AttentionWeights
     ) -> torch.Tensor:
         spec = self.model.layers[layer].attention
         if spec.clip:
@@ -262,22 +258,17 @@ class TorchOps(TorchProducts):
             qkv = with_values(qkv, spec)
         if spec.is_gated:
             qkv, gate = without_gate(qkv, spec)
-            return self._attend(plan, layer, qkv, qk_norm, sinks) * gate.sigmoid()
-        return self._attend(plan, layer, qkv, qk_norm, sinks)
+            return self._attend(plan, layer, qkv, weights) * gate.sigmoid()
+        return self._attend(plan, layer, qkv, weights)
 
     def _attend(
-        self,
-        plan: TorchPlan,
-        layer: int,
-        qkv: torch.Tensor,
-        qk_norm: torch.Tensor | None,
-        sinks: torch.Tensor | None,
+        self, plan: TorchPlan, layer: int, qkv: torch.Tensor, weights: AttentionWeights
     ) -> torch.Tensor:
         """Attend as `attend` does, without the gate."""
         spec = self.model.layers[layer].attention
-        q, k, v = turned_heads(spec, qkv, qk_norm, plan.turns)
+        q, k, v = turned_heads(spec, qkv, weights.qk_norm, plan.turns)
         grouped = q.reshape(len(q), spec.num_kv_heads, -1, spec.head_dim)
-        of_heads = OfHeads(sinks, self._slopes.get(spec.slopes)).grouped(grouped)
+        of_heads = OfHeads(weights.sinks, self._slopes.get(spec.slopes)).grouped(grouped)
         if self.model.is_causal:
             if spec.keys_of is None:
                 self._write(plan, layer, k, v)

@@ -27,7 +27,7 @@ from loraplex.server.model.latent_weights import LatentWeights
 from loraplex.server.model.linear.dense import Fixed
 from loraplex.server.model.linear.experts import MoeWeights
 from loraplex.server.model.linear.linear import Linear
-from loraplex.server.model.lora.lora import AdapterTable, Reach
+from loraplex.server.model.lora.lora import AdapterTable
 from loraplex.server.model.lora.own_rows import (
     embed_own,
     forbid_others,
@@ -68,7 +68,7 @@ from loraplex.server.model.spec.model_spec import (
     ModelSpec,
 )
 from loraplex.server.model.state_weights import StateWeights
-from loraplex.server.model.weights import LayerNorm, Norm
+from loraplex.server.model.weights import AttentionWeights, LayerNorm, Norm
 
 
 def first_rows(buffer: torch.Tensor, rows: int, width: int) -> torch.Tensor:
@@ -144,8 +144,8 @@ class CudaOps:
         consumers = Consumers.of(model, rounded_cache=cache.is_rounded, summed=summed)
         if self.is_batch_invariant:
             consumers = consumers.of_one_way()
-        self._batches = LoraBatches(*context, consumers)
-        self._unfolder = Unfolder(model, cache, self._batches, max_tokens)
+        self.lora_batches = LoraBatches(*context, consumers)
+        self._unfolder = Unfolder(model, cache, self.lora_batches, max_tokens)
         self._lora_linear = LoraLinear(
             self._configs, table.device_table, self.products, self.device
         )
@@ -182,15 +182,7 @@ class CudaOps:
         return pages * size + layout.positions % size
 
     def lora(self, token_slots: np.ndarray) -> DeviceLora | None:
-        return self._batches.eager(token_slots)
-
-    def captured_lora(self, slots: torch.Tensor, reach: Reach, *, decodes: bool) -> DeviceLora:
-        """Return the adapters' tensors for a captured step, as `LoraBatches.captured` does."""
-        return self._batches.captured(slots, reach, decodes=decodes)
-
-    def loras_to_warm(self, tokens: int) -> list[DeviceLora]:
-        """Return batches that use every LoRA kernel, as `LoraBatches.to_warm` does."""
-        return self._batches.to_warm(tokens)
+        return self.lora_batches.eager(token_slots)
 
     def decode_work(self, batch: int) -> WorkLayout:
         """Lay out the work of a decode batch, as `PagedAttention.work` does."""
@@ -349,42 +341,23 @@ class CudaOps:
         return hidden if norm is None else self._noted(delta.y, rounding), hidden
 
     def attend(
-        self,
-        plan: CudaPlan,
-        layer: int,
-        qkv: LinearOutput,
-        qk_norm: torch.Tensor | None,
-        sinks: torch.Tensor | None,
+        self, plan: CudaPlan, layer: int, qkv: LinearOutput, weights: AttentionWeights
     ) -> torch.Tensor:
         spec = self.model.layers[layer].attention
         if spec.clip:
             qkv = Ready(self.complete(qkv).clamp_(-spec.clip, spec.clip))
         if not spec.is_gated:
-            return self._attend(plan, layer, qkv, qk_norm, sinks)
+            return self._attend(plan, layer, qkv, weights)
         ungated, gate = without_gate(self.complete(qkv), spec)
-        return self._attend(plan, layer, Ready(ungated), qk_norm, sinks).mul_(gate.sigmoid())
+        return self._attend(plan, layer, Ready(ungated), weights).mul_(gate.sigmoid())
 
     def _attend(
-        self,
-        plan: CudaPlan,
-        layer: int,
-        qkv: LinearOutput,
-        qk_norm: torch.Tensor | None,
-        sinks: torch.Tensor | None,
+        self, plan: CudaPlan, layer: int, qkv: LinearOutput, weights: AttentionWeights
     ) -> torch.Tensor:
         """Attend as `attend` does, without the gate."""
+        qk_norm, sinks = weights.qk_norm, weights.sinks
         if isinstance(self._attention, WholeAttention):
             return self._attention.run(plan.texts, layer, self.complete(qkv), qk_norm)
-        return self._attend_pages(plan, layer, qkv, qk_norm, sinks)
-
-    def _attend_pages(
-        self,
-        plan: CudaPlan,
-        layer: int,
-        qkv: LinearOutput,
-        qk_norm: torch.Tensor | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
         y, attention, spec = qkv.y, plan.attention, self.model.layers[layer].attention
         out = _room_attended(plan, y, spec.q_size)
         heads = out.view(len(y), spec.num_heads, spec.head_dim)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ PAGE, ROWS, PAGES_A_ROW = 4, 2, 4
 CPU = torch.device("cpu")
 WIDE: dict[str, Any] = {"num_heads": 3, "num_kv_heads": 1, "head_dim": 80}
 CHANGES: tuple[dict[str, Any], ...] = ({}, WIDE, {"scale": 0.3}, {**WIDE, "window": 5})
+NO_NORMS = SimpleNamespace(qk_norm=None, sinks=None)
 # Row, start, tokens: prompts, a decode beside a prompt's chunk, decodes.
 STEPS = (((0, 0, 7), (1, 0, 3)), ((1, 3, 1), (0, 7, 6)), ((0, 13, 1), (1, 4, 1)))
 
@@ -130,7 +132,7 @@ def test_layers_of_two_forms_attend_as_dense_attention_does(ops: Any) -> None:
         plan = ops.plan(layout_of(slices, pages))
         for layer, (qkv, out) in enumerate(zip(given, found, strict=True)):
             new = torch.cat([qkv[row][start : start + n] for row, start, n in slices])
-            attended = ops.attend(plan, layer, as_product(ops, new), None, None)
+            attended = ops.attend(plan, layer, as_product(ops, new), NO_NORMS)
             parts = attended.split([n for *_, n in slices])
             for (row, start, n), part in zip(slices, parts, strict=True):
                 out[row][start : start + n] = part

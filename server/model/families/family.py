@@ -436,14 +436,18 @@ def renamed(
 
 
 def with_norms(of: ModelSpec, norms: NormPlaces) -> ModelSpec:
-    """Return the model, whose layers are of two steps, with these norms."""
-    layers = []
+    """Return the model, whose layers are of two steps, with these norms. That behind all layers
+    becomes of the kind of the first.
+    """
+    layers, last = [], of.norm
+    if norms.pre_attention is not None:
+        last = msgspec.structs.replace(norms.pre_attention, path=of.norm.path)
     for each in of.layers:
         attend, feed = each.steps
         attend = msgspec.structs.replace(attend, pre=norms.pre_attention, post=norms.post_attention)
         feed = msgspec.structs.replace(feed, pre=norms.pre_mlp, post=norms.post_mlp)
         layers.append(LayerSpec((attend, feed)))
-    return msgspec.structs.replace(of, layers=tuple(layers))
+    return msgspec.structs.replace(of, layers=tuple(layers), norm=last)
 
 
 def norm(path: str, sizes: ModelSizes) -> NormSpec:
@@ -507,20 +511,23 @@ def model(
     *,
     eos: int | None = None,
     tied: bool = False,
-    last: NormSpec | None = None,
+    last: str = "model.norm",
     stored_names: tuple[tuple[str, str], ...] = (),
 ) -> ModelSpec:
     """Make the model from its layers, or from the one that all are. eos, tied: where `config.json`
-    says nothing. last: the norm behind all layers; None = Llama's. stored_names: as of ModelSpec.
+    says nothing. last: path of the norm behind all layers, which is of the kind of the first.
+    stored_names: as of ModelSpec.
     """
     config = fields.config
     ids = read_eos(fields, sizes, eos)
+    made = (layers,) * sizes.layers if isinstance(layers, LayerSpec) else tuple(layers)
+    first = made[0].steps[0].pre or norm("", sizes)
     head = LinearSpec("lm_head", sizes.hidden, (Part("lm_head", sizes.vocab),), "column")
     return ModelSpec(
         family=config["model_type"],
         embedding=EmbeddingSpec("model.embed_tokens", sizes.vocab, sizes.hidden),
-        layers=(layers,) * sizes.layers if isinstance(layers, LayerSpec) else tuple(layers),
-        norm=last or norm("model.norm", sizes),
+        layers=made,
+        norm=msgspec.structs.replace(first, path=last),
         head=HeadSpec(head, tied=bool(config.get("tie_word_embeddings", tied))),
         max_context=max_context,
         eos_token_ids=ids,

@@ -48,8 +48,7 @@ def read(fields: Fields) -> ModelSpec:
     of = replace(of, qkv=qkv, o=family.with_paths(of.o, f"{_ATTENTION}.out_proj"), clip=clip)
     norms = family.layer_norms(sizes, _NORMS, bias=False)
     layer = family.layer(sizes, of, _read_experts(fields, feed, sizes), norms)
-    last = family.layer_norm("model.norm", sizes, bias=False)
-    return family.model(fields, sizes, layer, max_context, last=last, stored_names=gpt.MPT_TENSORS)
+    return family.model(fields, sizes, layer, max_context, stored_names=gpt.MPT_TENSORS)
 
 
 def _theta(fields: Fields, said: Mapping[str, Any]) -> object:

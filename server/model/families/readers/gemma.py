@@ -181,14 +181,12 @@ def model_of(
     layers: Sequence[LayerSpec],
     max_context: int,
     softcap: float | None = None,
-    offset: float = 1.0,
 ) -> ModelSpec:
-    """Make the model, with scaled embeddings. softcap: of logits. offset: of the last norm."""
+    """Make the model, with scaled embeddings. softcap: of logits."""
     plain = family.model(fields, sizes, layers, max_context, eos=_EOS, tied=True)
     return replace(
         plain,
         embedding=replace(plain.embedding, scale=sizes.hidden**0.5),
-        norm=_norm(plain.norm.path, sizes.hidden, sizes, offset),
         head=replace(plain.head, softcap=softcap),
     )
 
@@ -237,7 +235,7 @@ def _read_gemma4(fields: Fields, window: int) -> ModelSpec:
     inputs = _read_inputs(fields, sizes)
     layers = [_with_scalar(_with_inputs(layer, sizes, inputs)) for layer in layers]
     cap = read_softcap(fields, "final_logit_softcapping", None)
-    model = model_of(fields, sizes, layers, sizes.positions, cap, offset=0.0)
+    model = model_of(fields, sizes, layers, sizes.positions, cap)
     unread = [number for number, source in enumerate(sources) if source is not None]
     return replace(
         model,

@@ -152,8 +152,7 @@ def _gptj(fields: Fields, names: family.LayerNames, groups: Groups) -> ModelSpec
     of = family.attention(sizes, rope)
     branches = family.renamed(of, family.plain_mlp(sizes, family.Biases(mlp=True)), names, groups)
     layer = LayerSpec((StepSpec(branches, family.layer_norm("ln_1", sizes)),))
-    last = family.layer_norm("model.norm", sizes)
-    model = family.model(fields, sizes, layer, sizes.positions, eos=_GPTJ_EOS, last=last)
+    model = family.model(fields, sizes, layer, sizes.positions, eos=_GPTJ_EOS)
     head = replace(model.head, linear=replace(model.head.linear, bias=True))
     return replace(model, head=head, stored_names=llama.OF_GPT2)
 
@@ -172,8 +171,7 @@ def read_gpt_neox(fields: Fields) -> ModelSpec:
     of, mlp = family.renamed(of, family.plain_mlp(sizes, biases), _NEOX_NAMES, Groups(sizes.heads))
     parallel = bool(config.get("use_parallel_residual", True))
     layer = _layer(sizes, (of, mlp), family.layer_norms(sizes), parallel=parallel)
-    last = family.layer_norm("model.norm", sizes)
-    model = family.model(fields, sizes, layer, max_context, eos=_NEOX_EOS, last=last)
+    model = family.model(fields, sizes, layer, max_context, eos=_NEOX_EOS)
     return replace(model, stored_names=_NEOX_TENSORS)
 
 
@@ -187,7 +185,7 @@ def read_persimmon(fields: Fields) -> ModelSpec:
     if fields.config.get("qk_layernorm", True):
         of = family.with_layer_norms(of, sizes)
     layer = _named(sizes, of, biases, _PERSIMMON_NAMES, Groups(sizes.heads))
-    last = family.layer_norm("model.final_layernorm", sizes)
+    last = "model.final_layernorm"
     return family.model(fields, sizes, layer, max_context, eos=_PERSIMMON_EOS, last=last)
 
 
@@ -216,8 +214,7 @@ def read_falcon(fields: Fields) -> ModelSpec:
     branches = family.renamed(of, mlp, _FALCON_NAMES, Groups(sizes.kv_heads))
     layer = _falcon_layer(fields, sizes, branches, is_new=is_new)
     fields = family.tied_where_unsaid(fields)
-    last = family.layer_norm("model.norm", sizes)
-    model = family.model(fields, sizes, layer, max_context, eos=_FALCON_EOS, last=last)
+    model = family.model(fields, sizes, layer, max_context, eos=_FALCON_EOS)
     return replace(model, stored_names=_FALCON_TENSORS)
 
 
@@ -422,8 +419,7 @@ def _learned(
 ) -> ModelSpec:
     """Make a model with a table of positions. first: as of PositionTable."""
     fields = family.tied_where_unsaid(fields)
-    last = family.layer_norm("model.norm", sizes)
-    model = family.model(fields, sizes, layers, sizes.positions, eos=eos, last=last)
+    model = family.model(fields, sizes, layers, sizes.positions, eos=eos)
     table = PositionTable("model.embed_positions", sizes.positions + first, first)
     embedding = replace(model.embedding, positions=table)
     return replace(model, embedding=embedding, stored_names=_GPT2_TENSORS)
@@ -443,8 +439,7 @@ def read_bloom(fields: Fields) -> ModelSpec:
     of = replace(of, slopes=family.alibi_slopes(sizes.heads))
     layer = _named(sizes, of, biases, _FALCON_NAMES, Groups(sizes.heads))
     fields = family.tied_where_unsaid(fields)
-    last = family.layer_norm("model.norm", sizes)
-    model = family.model(fields, sizes, layer, sizes.positions, eos=_BLOOM_EOS, last=last)
+    model = family.model(fields, sizes, layer, sizes.positions, eos=_BLOOM_EOS)
     norm = family.layer_norm(f"model.{_BLOOM_NORM}", sizes)
     embedding = replace(model.embedding, norm=norm)
     return replace(model, embedding=embedding, stored_names=_BLOOM_TENSORS)
@@ -471,8 +466,7 @@ def read_mpt(fields: Fields) -> ModelSpec:
     of, mlp = family.renamed(of, family.plain_mlp(sizes, family.NO_BIASES), _MPT_NAMES)
     layer = family.layer(sizes, of, mlp, family.layer_norms(sizes, _MPT_NAMES.norms, bias=False))
     fields = family.tied_where_unsaid(fields)
-    last = family.layer_norm("model.norm", sizes, bias=False)
-    return family.model(fields, sizes, layer, sizes.positions, last=last, stored_names=MPT_TENSORS)
+    return family.model(fields, sizes, layer, sizes.positions, stored_names=MPT_TENSORS)
 
 
 def _four_times(

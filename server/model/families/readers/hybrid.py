@@ -114,8 +114,7 @@ def _read_qwen(
         _layer(sizes, mixers[kind], branches if number in sparse else dense)
         for number, kind in enumerate(_read_qwen_kinds(fields, sizes))
     ]
-    model = family.model(fields, sizes, layers, max_context)
-    return replace(model, norm=_qwen_norm("model.norm", sizes.hidden, sizes))
+    return family.model(fields, sizes, layers, max_context)
 
 
 def _read_qwen_kinds(fields: Fields, sizes: ModelSizes) -> list[str]:
@@ -351,8 +350,8 @@ def _read(
     ]
     tied = fields.config.get("tie_embedding", fields.config.get("tie_word_embeddings", True))
     fields = fields.changed(tie_word_embeddings=tied)
-    model = family.model(fields, sizes, layers, max_context, eos=2)
-    return replace(model, norm=family.norm("model.embedding_norm", sizes))
+    last = "model.embedding_norm"
+    return family.model(fields, sizes, layers, max_context, eos=2, last=last)
 
 
 def _named(of: AttentionSpec) -> AttentionSpec:

@@ -30,7 +30,7 @@ def read_phi(fields: Fields) -> ModelSpec:
         of = family.with_layer_norms(of, sizes)
     branches = family.renamed(of, family.plain_mlp(sizes, _ALL), _PHI_NAMES)
     layer = LayerSpec((StepSpec(branches, family.layer_norm("input_layernorm", sizes)),))
-    last = family.layer_norm("model.final_layernorm", sizes)
+    last = "model.final_layernorm"
     model = family.model(fields, sizes, layer, max_context, eos=_PHI_EOS, last=last)
     return replace(model, head=replace(model.head, linear=replace(model.head.linear, bias=True)))
 
@@ -56,8 +56,7 @@ def read_starcoder2(fields: Fields) -> ModelSpec:
         branches = family.renamed(of, mlp, _STARCODER_NAMES)
         layers.append(family.layer(sizes, *branches, family.layer_norms(sizes)))
     fields = family.tied_where_unsaid(fields)
-    last = family.layer_norm("model.norm", sizes)
-    return family.model(fields, sizes, layers, max_context, eos=_STARCODER_EOS, last=last)
+    return family.model(fields, sizes, layers, max_context, eos=_STARCODER_EOS)
 
 
 def read_stablelm(fields: Fields) -> ModelSpec:
@@ -72,8 +71,7 @@ def read_stablelm(fields: Fields) -> ModelSpec:
     layer = family.layer(sizes, of, norms=family.layer_norms(sizes))
     if config.get("use_parallel_residual", False):
         layer = LayerSpec((StepSpec((of, family.mlp(sizes)), layer.steps[0].pre),))
-    last = family.layer_norm("model.norm", sizes)
-    return family.model(fields, sizes, layer, max_context, eos=_STABLELM_EOS, last=last)
+    return family.model(fields, sizes, layer, max_context, eos=_STABLELM_EOS)
 
 
 def read_cohere(fields: Fields) -> ModelSpec:
@@ -123,6 +121,5 @@ def _cohere(
         layers.append(LayerSpec((StepSpec((of, family.mlp(sizes)), norm),)))
     fields = family.tied_where_unsaid(fields)
     scale = fields.number(fields.config, "logit_scale", 0.0625)
-    last = family.layer_norm("model.norm", sizes, bias=False)
-    model = family.model(fields, sizes, layers, max_context, eos=_COHERE_EOS, last=last)
+    model = family.model(fields, sizes, layers, max_context, eos=_COHERE_EOS)
     return replace(model, head=replace(model.head, scale=scale))

@@ -297,11 +297,8 @@ def read_nemotron(fields: Fields) -> ModelSpec:
     sizes = family.read_sizes(fields, epsilon=1e-5, epsilon_key="norm_eps", activation="relu2")
     model = assembled(fields, sizes, read_biases(fields), _NEMOTRON, eos=3)
     model = _ungated(model, family.plain_mlp(sizes, read_biases(fields)))
-    pre, behind, last = (
-        replace(family.layer_norm(path, sizes), offset=1.0)
-        for path in (*family.LLAMA_NORMS, model.norm.path)
-    )
-    return replace(family.with_norms(model, family.NormPlaces(pre, behind)), norm=last)
+    norms = (replace(norm, offset=1.0) for norm in family.layer_norms(sizes)[:2] if norm)
+    return family.with_norms(model, family.NormPlaces(*norms))
 
 
 def _ungated(model: ModelSpec, mlp: MlpSpec) -> ModelSpec:

@@ -90,8 +90,8 @@ def read_bamba(fields: Fields) -> ModelSpec:
     feed = StepSpec((_feed_forward(sizes, biases),), family.norm("pre_ff_layernorm", sizes))
     before = family.norm("input_layernorm", sizes)
     layers = [LayerSpec((StepSpec((mixers[kind],), before), feed)) for kind in kinds]
-    model = family.model(fields, sizes, layers, max_context, eos=2)
-    return replace(model, norm=family.norm("model.final_layernorm", sizes))
+    last = "model.final_layernorm"
+    return family.model(fields, sizes, layers, max_context, eos=2, last=last)
 
 
 def _feed_forward(sizes: ModelSizes, biases: family.Biases) -> MlpSpec:
@@ -249,10 +249,10 @@ def read_falcon_h1(fields: Fields) -> ModelSpec:
             StepSpec((feed,), family.norm("pre_ff_layernorm", sizes), factor=down),
         )
     )
-    model = family.model(fields, sizes, [layer] * sizes.layers, max_context, eos=2)
+    last = "model.final_layernorm"
+    model = family.model(fields, sizes, [layer] * sizes.layers, max_context, eos=2, last=last)
     return replace(
         model,
-        norm=family.norm("model.final_layernorm", sizes),
         embedding=replace(model.embedding, scale=_factor(fields, "embedding_multiplier")),
         head=replace(model.head, scale=_factor(fields, "lm_head_multiplier")),
     )

@@ -312,8 +312,8 @@ def read_phimoe(fields: Fields) -> ModelSpec:
     model = llama.assembled(fields, sizes, biases, rules, windows=windows)
     model = family.with_norms(model, family.layer_norms(sizes))
     linear = replace(model.head.linear, bias=bool(config.get("lm_head_bias", False)))
-    head, last = replace(model.head, linear=linear), family.layer_norm(model.norm.path, sizes)
-    return experts.with_experts(replace(model, head=head, norm=last), (moe,))
+    model = replace(model, head=replace(model.head, linear=linear))
+    return experts.with_experts(model, (moe,))
 
 
 def _with_one_scale(fields: Fields) -> Fields:

@@ -3,11 +3,11 @@ path). The engine checks ids, sampling values and the size of answers (`engine/a
 """
 
 import re
-from typing import NamedTuple
 
 from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.merge.recipe import recipe_problem
 from loraplex.adapters.ref import AdapterRef, check_token
+from loraplex.server.engine.admission import Refusal
 from loraplex.server.protocol import (
     Abort,
     AdapterLoad,
@@ -15,9 +15,7 @@ from loraplex.server.protocol import (
     AdapterOrder,
     AdapterPins,
     AdapterPrefetch,
-    ErrorCode,
     GenerateRequest,
-    Inspect,
     VisionCard,
 )
 
@@ -31,11 +29,6 @@ _INT31 = 1 << 31
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
-class FrameRefusal(NamedTuple):
-    error: ErrorCode
-    message: str
-
-
 def check_name(frame: GenerateRequest | Abort) -> str | None:
     """Why this frame is no valid frame at all, or None. Such a frame costs the connection."""
     if not 0 < len(frame.request_id) <= MAX_ID_LENGTH:
@@ -47,28 +40,19 @@ def check_name(frame: GenerateRequest | Abort) -> str | None:
     return None
 
 
-def check_load_id(frame: AdapterLoad | AdapterMerge) -> str | None:
-    """Return what is wrong with a frame that asks for an adapter, or None."""
-    if len(frame.load_id) > MAX_ID_LENGTH:
-        return f"load_id must have at most {MAX_ID_LENGTH} characters"
+def check_id(name: str, value: str) -> str | None:
+    """Return what is wrong with an id that a router has chosen, or None. name: of its field."""
+    if len(value) > MAX_ID_LENGTH:
+        return f"{name} must have at most {MAX_ID_LENGTH} characters"
     return None
 
 
 def check_digests(frame: AdapterPins | AdapterOrder | AdapterPrefetch) -> str | None:
     """Return what is wrong with a frame about adapters that are here, or None."""
-    if isinstance(frame, AdapterOrder) and len(frame.order_id) > MAX_ID_LENGTH:
-        return f"order_id must have at most {MAX_ID_LENGTH} characters"
     if len(frame.digests) > MAX_DIGESTS:
         return f"a frame may name at most {MAX_DIGESTS} adapters"
     if not all(map(_DIGEST.fullmatch, frame.digests)):
         return "an adapter must be a digest of 64 hexadecimal digits"
-    return None
-
-
-def check_inspect(frame: Inspect) -> str | None:
-    """Return what is wrong with a request to look at the worker, or None."""
-    if len(frame.order_id) > MAX_ID_LENGTH:
-        return f"order_id must have at most {MAX_ID_LENGTH} characters"
     return None
 
 
@@ -105,16 +89,16 @@ def _check_source(ref: AdapterRef, token: str | None) -> AdapterError | None:
 
 def check_request(
     request: GenerateRequest, max_context: int, vision: VisionCard | None
-) -> FrameRefusal | None:
+) -> Refusal | None:
     """Why this sequence cannot be taken, or None; only this sequence ends. vision: of the model."""
     if len(request.prompt_ids) > max_context:
         message = (
             f"the prompt has {len(request.prompt_ids)} tokens; prompt and output together can have"
             f" at most {max_context}"
         )
-        return FrameRefusal("context_length", message)
+        return Refusal("context_length", message)
     problem = _check_envelope(request) or _check_pictures(request, vision)
-    return FrameRefusal("invalid_request", problem) if problem else None
+    return Refusal("invalid_request", problem) if problem else None
 
 
 def _check_envelope(request: GenerateRequest) -> str | None:
@@ -126,9 +110,7 @@ def _check_envelope(request: GenerateRequest) -> str | None:
         return f"priority must lie within +-{MAX_PRIORITY}, got {request.priority}"
     if len(request.salt) > MAX_SALT_LENGTH:
         return f"salt must have at most {MAX_SALT_LENGTH} characters"
-    if len(request.tenant) > MAX_ID_LENGTH:
-        return f"tenant must have at most {MAX_ID_LENGTH} characters"
-    return None
+    return check_id("tenant", request.tenant)
 
 
 def _check_pictures(request: GenerateRequest, vision: VisionCard | None) -> str | None:

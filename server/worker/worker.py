@@ -65,8 +65,7 @@ from loraplex.server.worker.sequences import ByConnection, DuplicateSequence, Se
 from loraplex.server.worker.start_log import StartLog
 from loraplex.server.worker.validation import (
     check_digests,
-    check_inspect,
-    check_load_id,
+    check_id,
     check_name,
     check_request,
 )
@@ -168,13 +167,13 @@ class Worker:
             require(check_digests(frame))
             self._orders.pin(connection.number, frame.digests)
         elif isinstance(frame, AdapterOrder):
-            require(check_digests(frame))
+            require(check_id("order_id", frame.order_id) or check_digests(frame))
             self._orders.order(connection.number, frame, self._reply(connection))
         elif isinstance(frame, AdapterPrefetch):
             require(check_digests(frame))
             self._tier.hint(d for d in frame.digests if self._engine.device_state(d) == "absent")
         elif isinstance(frame, Inspect):
-            require(check_inspect(frame))
+            require(check_id("order_id", frame.order_id))
             engine, in_use = self._engine, self._table.by_adapter()
             connection.send(self._inspector.picture(frame, engine.stats, engine.resident, in_use))
 
@@ -231,7 +230,7 @@ class Worker:
             self._engine.to_engine(AbortSequence(key))
 
     def _load(self, connection: RouterConnection, frame: AdapterLoad | AdapterMerge) -> None:
-        require(check_load_id(frame))
+        require(check_id("load_id", frame.load_id))
         if isinstance(frame, AdapterMerge):
             self._loads.merge(frame, self._reply(connection))
         else:

@@ -28,7 +28,7 @@ from loraplex.server.worker.process.sizing import (
     choose_dtype,
     choose_extent_bytes,
 )
-from loraplex.server.worker.validation import check_load, check_load_id, check_name, check_request
+from loraplex.server.worker.validation import check_id, check_load, check_name, check_request
 from tests.server.pictures.cards import QWEN
 
 DIGEST = "0a" * 32
@@ -207,7 +207,7 @@ def request(
 def test_requests_that_are_refused(bad: GenerateRequest, says: str) -> None:
     refused = check_request(bad, 1 << 20, None)
     assert refused is not None
-    assert refused.error == "invalid_request"
+    assert refused.code == "invalid_request"
     assert says in refused.message
 
 
@@ -252,7 +252,7 @@ def test_requests_that_are_taken() -> None:
     assert check_request(request(prompt=8), 8, None) is None
     refused = check_request(request(prompt=9), 8, None)
     assert refused is not None
-    assert refused.error == "context_length"
+    assert refused.code == "context_length"
 
 
 def test_names_are_bounded() -> None:
@@ -267,9 +267,9 @@ def test_names_are_bounded() -> None:
 def test_loads_are_bounded() -> None:
     ref = AdapterRef("hub", "org/name")
     good = AdapterLoad("l", ref, "token", DIGEST)
-    assert check_load_id(good) is None
+    assert check_id("load_id", good.load_id) is None
     assert check_load(good) is None
-    assert check_load_id(AdapterLoad("l" * 1000, ref)) is not None
+    assert check_id("load_id", "l" * 1000) is not None
     for bad, code in (
         (AdapterLoad("l", AdapterRef("hub", "x" * 10_000)), "bad_ref"),
         (AdapterLoad("l", AdapterRef("hub", "x", "r" * 10_000)), "bad_ref"),

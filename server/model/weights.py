@@ -457,7 +457,10 @@ def _norm(source: WeightSource, spec: NormSpec, layer: int | None = None) -> Nor
         return RmsNorm(ones, spec.epsilon) if is_rms else LayerNorm(ones, None, spec.epsilon)
     path = path_in(spec.path, layer)
     name = f"{path}.{spec.name}"
-    weight = source.get(name)
+    if spec.is_listed:
+        weight = torch.stack([source.get(each) for each in spec.listed(path)])
+    else:
+        weight = source.get(name)
     if spec.offset or spec.factor != 1.0:  # which the model's dtype would round
         weight = source.mapped(name).float().to(source.device) * spec.factor + spec.offset
     if spec.kind == "rms":

@@ -338,10 +338,15 @@ def attention(
 
 
 def with_layer_norms(
-    of: AttentionSpec, sizes: ModelSizes, name: str = "layernorm", *, own: bool = False
+    of: AttentionSpec,
+    sizes: ModelSizes,
+    name: str = "layernorm",
+    *,
+    own: bool = False,
+    is_listed: bool = False,
 ) -> AttentionSpec:
     """Return the attention with LayerNorms of q and k, whose modules end so. own: each head has a
-    weight of its own, and no bias, in place of both for all heads.
+    weight of its own, and no bias, in place of both for all heads. is_listed: as of NormSpec.
     """
     q_norm, k_norm = (
         NormSpec(
@@ -351,6 +356,7 @@ def with_layer_norms(
             kind="layer",
             bias=not own,
             heads=heads if own else 0,
+            is_listed=is_listed,
         )
         for part, heads in (("q", sizes.heads), ("k", sizes.kv_heads))
     )

@@ -15,7 +15,7 @@ class NormSpec(msgspec.Struct, frozen=True):
     takes the mean away before; a scale is the weight alone, in place of a norm. bias: of a
     LayerNorm. has_weight: False = a norm without. factor: of the stored weight. name: of its tensor
     in the module. heads: of a norm over each head whose weight is each head's own; 0 = all features
-    share one."""
+    share one. is_listed: the checkpoint has a tensor for each head."""
 
     path: str
     size: int
@@ -27,11 +27,18 @@ class NormSpec(msgspec.Struct, frozen=True):
     factor: float = 1.0
     name: str = "weight"
     heads: int = 0
+    is_listed: bool = False
 
     def tensors(self) -> Tensors:
         """Names and shapes of what the checkpoint holds."""
-        if self.has_weight:
+        if self.is_listed:
+            yield from ((name, (self.size,)) for name in self.listed(self.path))
+        elif self.has_weight:
             shape = (self.heads, self.size) if self.heads else (self.size,)
             yield f"{self.path}.{self.name}", shape
         if self.bias:
             yield f"{self.path}.bias", (self.size,)
+
+    def listed(self, path: str) -> list[str]:
+        """List the tensors of heads. path: the module's whole path."""
+        return [f"{path}.norms.{head}.{self.name}" for head in range(self.heads)]

@@ -114,11 +114,13 @@ def test_a_decoder_without_a_head(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "shards"), [("llama3", 1), ("llama3", 2), ("mistral-window", 1), ("gpt-oss", 1)]
+    ("name", "shards"),
+    [("llama3", 1), ("llama3", 2), ("mistral-window", 1), ("gpt-oss", 1), ("gemma3", 1)],
 )
 def test_tokens_that_see_all(name: str, shards: int, tmp_path: Path) -> None:
     """Prompts of one batch, each with an adapter or without, none cut."""
-    base = decoder_of(make_model(name, is_causal=False))
+    both_ways = {"use_bidirectional_attention": True}  # as EmbeddingGemma
+    base = decoder_of(make_model(name, **both_ways if name == "gemma3" else {"is_causal": False}))
     folder = save_model(base, tmp_path)
     driver = Driver(folder) if shards == 1 else ShardedDriver(folder, shards)
     zoo = {each: ZOO[each](SEVEN[:4]) for each in ("rank1", "rank16")}

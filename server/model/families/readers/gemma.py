@@ -112,6 +112,8 @@ def read_gemma2(fields: Fields) -> ModelSpec:
 def read_gemma3(fields: Fields) -> ModelSpec:
     """Windows in five of six layers, whose rotation is another than that of the sixth; norms of q
     and k. Positions are not multiplied by a factor of the rotation: they are counted with it."""
+    if fields.config.get("use_bidirectional_attention") is True:
+        fields = _seeing_both_ways(fields)
     config = fields.config
     sizes = _read_sizes(fields, kv_heads=4)
     if config.get("attn_logit_softcapping") is not None:
@@ -139,6 +141,14 @@ def read_gemma3(fields: Fields) -> ModelSpec:
     layers = layers_of(fields, sizes, attentions)
     cap = read_softcap(fields, "final_logit_softcapping", None)
     return model_of(fields, sizes, layers, sizes.positions, cap)
+
+
+def _seeing_both_ways(fields: Fields) -> Fields:
+    """EmbeddingGemma, whose windows reach half as far to either side."""
+    half = fields.positive("sliding_window", _WINDOW) // 2
+    if not half:
+        fields.refuse("sliding_window must be at least 2 where tokens see later ones")
+    return fields.changed(use_bidirectional_attention=None, is_causal=False, sliding_window=half)
 
 
 def _read_sizes(fields: Fields, kv_heads: int) -> family.ModelSizes:

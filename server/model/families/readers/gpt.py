@@ -20,6 +20,7 @@ from loraplex.server.model.spec.model_spec import (
     LayerSpec,
     MlpSpec,
     ModelSpec,
+    NormSpec,
     PositionTable,
     RopeSpec,
     StepSpec,
@@ -329,7 +330,6 @@ def read_gpt_neo(fields: Fields) -> ModelSpec:
 
 def read_opt(fields: Fields) -> ModelSpec:
     """OPT. Of 350M norms are of residual sums, and rows of the embedding are narrower."""
-    fields.only("layer_norm_elementwise_affine", True)
     before = bool(fields.config.get("do_layer_norm_before", True))
     if before:
         fields.only("_remove_final_layer_norm", False)
@@ -347,7 +347,26 @@ def read_opt(fields: Fields) -> ModelSpec:
     size = fields.positive("word_embed_proj_dim", sizes.hidden)
     if size != sizes.hidden:
         model = _projected(model, size)
-    return replace(family.ended(model, layers), stored_names=_OPT_TENSORS)
+    model = replace(family.ended(model, layers), stored_names=_OPT_TENSORS)
+    if fields.config.get("layer_norm_elementwise_affine", True):
+        return model
+    return _without_weights(model)
+
+
+def _without_weights(model: ModelSpec) -> ModelSpec:
+    """Return the model, whose LayerNorms have neither weights nor biases, as Galactica's."""
+
+    def bare(norm: NormSpec | None) -> NormSpec | None:
+        return None if norm is None else replace(norm, has_weight=False, bias=False)
+
+    layers = [
+        LayerSpec(
+            tuple(replace(step, pre=bare(step.pre), after=bare(step.after)) for step in each.steps)
+        )
+        for each in model.layers
+    ]
+    last = replace(model.norm, has_weight=False, bias=False)
+    return replace(model, layers=tuple(layers), norm=last)
 
 
 def _projected(model: ModelSpec, size: int) -> ModelSpec:

@@ -62,12 +62,13 @@ def read_starcoder2(fields: Fields) -> ModelSpec:
 def read_stablelm(fields: Fields) -> ModelSpec:
     """StableLM 2 and 3B: a quarter of each head turns; some have attention and MLP in one step."""
     config = fields.config
-    fields.only("qk_layernorm", False)
     sizes = family.read_sizes(fields, kv_heads=32, epsilon=1e-5, epsilon_key="layer_norm_eps")
     family.refuse_other_head_dim(fields, sizes)
     rope, max_context = read_rope(fields, sizes, RopeRules(partial=0.25))
     biases = family.Biases(qkv=bool(config.get("use_qkv_bias", False)))
     of = family.attention(sizes, rope, biases=biases)
+    if config.get("qk_layernorm", False):
+        of = family.with_layer_norms(of, sizes, own=True, is_listed=True)
     layer = family.layer(sizes, of, norms=family.layer_norms(sizes))
     if config.get("use_parallel_residual", False):
         layer = LayerSpec((StepSpec((of, family.mlp(sizes)), layer.steps[0].pre),))

@@ -342,7 +342,7 @@ def read_hunyuan_moe(fields: Fields) -> ModelSpec:
     """Hunyuan with experts: as the dense one, with experts in every layer."""
     config = fields.config
     experts.refuse_other_activation(fields)
-    size = config.get("moe_intermediate_size")
+    size = _of_every_layer(config.get("moe_intermediate_size"))
     if size is not None and size != config.get("intermediate_size"):
         fields.refuse("moe_intermediate_size must be intermediate_size")
     dense = llama.read_hunyuan(fields)
@@ -350,7 +350,9 @@ def read_hunyuan_moe(fields: Fields) -> ModelSpec:
     counted = fields.changed(
         num_experts=config.get("num_experts", config.get("num_local_experts")),
         num_local_experts=None,
-        num_experts_per_tok=config.get("moe_topk", config.get("num_experts_per_tok")),
+        num_experts_per_tok=_of_every_layer(
+            config.get("moe_topk", config.get("num_experts_per_tok"))
+        ),
     )
     counts = experts.read_counts(counted, default=1, default_of_token=1)
     names = NAMES._replace(router="mlp.gate.wg")
@@ -358,6 +360,13 @@ def read_hunyuan_moe(fields: Fields) -> ModelSpec:
     moe = replace(moe, wide_router=True)
     branches = moe, experts.shared(sizes, sizes.inner, "mlp.shared_mlp")
     return experts.with_experts(dense, branches)
+
+
+def _of_every_layer(value: object) -> object:
+    """Return the one value that a list has for every layer; others as they are."""
+    if isinstance(value, list) and value and all(each == value[0] for each in value):
+        return value[0]
+    return value
 
 
 def read_olmoe(fields: Fields) -> ModelSpec:

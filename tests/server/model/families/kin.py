@@ -334,7 +334,11 @@ _ROWS: dict[str, Variant] = {
     "opt": _OPT,
     "opt-narrow": _OPT_NARROW,
     "opt-sums-normed": of(
-        _OPT, do_layer_norm_before=False, hidden_size=64, word_embed_proj_dim=88
+        _OPT,
+        do_layer_norm_before=False,
+        hidden_size=64,
+        word_embed_proj_dim=88,
+        layer_norm_elementwise_affine=False,
     )._replace(is_adapted=False),
     "opt-plain": of(_OPT, enable_bias=False, tie_word_embeddings=False, is_adapted=False),
     "persimmon": _PERSIMMON,
@@ -359,6 +363,8 @@ _ROWS: dict[str, Variant] = {
     "stablelm-parallel": of(
         _STABLELM,
         use_parallel_residual=True,
+        num_key_value_heads=2,
+        qk_layernorm=True,
         rope_parameters={"rope_type": "default", "rope_theta": 99.0, "partial_rotary_factor": 0.5},
         tie_word_embeddings=True,
         is_adapted=False,

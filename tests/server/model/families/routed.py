@@ -250,7 +250,8 @@ _ROWS: dict[str, Variant] = {
         {
             "experts_implementation": "eager",
             "num_experts": 7,
-            "moe_topk": 3,
+            "moe_topk": [3, 3, 3],  # as Hunyuan-A13B
+            "moe_intermediate_size": [40, 40, 40],
             "intermediate_size": 40,
             "head_dim": 24,
             "attention_bias": True,

@@ -82,7 +82,9 @@ def test_gemma3_has_defaults() -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"use_bidirectional_attention": True}, "use_bidirectional_attention must be false"),
+        ({"use_bidirectional_attention": True}, "is_causal is false"),
+        ({"use_bidirectional_attention": True, "sliding_window": 1}, "must be at least 2"),
+        ({"use_bidirectional_attention": "vision"}, "use_bidirectional_attention must be false"),
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping must be null"),
         ({"rope_parameters": {"rope_type": "default"}}, "rope_parameters must have tables"),
         ({"rope_parameters": 3}, "rope_parameters must be a table"),

@@ -323,7 +323,6 @@ MINISTRAL: dict[str, Any] = {"rope_type": "yarn", "factor": 2.0, "llama_4_scalin
             {"num_heads": 4, "num_layers": 1, "attention_types": [[["odd"], 1]]},
             "attention_types",
         ),
-        ("opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine"),
         ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm"),
         ("opt", {"word_embed_proj_dim": 0}, "word_embed_proj_dim"),
         ("olmo", {"clip_qkv": -8.0}, "clip_qkv"),

@@ -57,8 +57,18 @@ FAILURES = (
 )
 
 
-# Of these no adapter is the cause.
-EXCUSED = (QueueFull, NoWorker, ReaderTooSlow, Stopping)
+# Of these no adapter is the cause; of the codes the request is.
+_EXCUSED = (QueueFull, NoWorker, ReaderTooSlow, Stopping)
+_CALLERS: frozenset[ErrorCode] = frozenset(
+    ("invalid_request", "invalid_image", "bad_grammar", "context_length")
+)
+
+
+def is_excused(error: Exception) -> bool:
+    """Whether a request would have failed with any adapter."""
+    if isinstance(error, SequenceFailed):
+        return error.code in _CALLERS
+    return isinstance(error, _EXCUSED)
 
 
 @contextmanager

@@ -23,7 +23,13 @@ from loraplex.router.call import (
     TextEvent,
     TextToken,
 )
-from loraplex.router.failures import EXCUSED, FAILURES, Aborted, DeadlinePassed, request_error
+from loraplex.router.failures import (
+    FAILURES,
+    Aborted,
+    DeadlinePassed,
+    is_excused,
+    request_error,
+)
 from loraplex.router.generation.sequence import RunContext, SequenceRun
 from loraplex.router.generation.tokenise import PromptTask, TokenisedRequest
 from loraplex.router.generation.vector_answers import VectorStream, numbers_of
@@ -202,7 +208,7 @@ class Generation:
             except Aborted:
                 events = self._aborted()
             except FAILURES as error:
-                self._observer.failed(excused=isinstance(error, EXCUSED))
+                self._observer.failed(excused=is_excused(error))
                 fault = self._caller_error(error)
                 if fault.cause == "internal":
                     logger.error("request %s failed: %s", self.head.request_id, error)

@@ -24,6 +24,7 @@ from loraplex.adapters.peft.fields import CONVERTED, HARMLESS, takes_from_base, 
 from loraplex.adapters.peft.validate import MAX_LORA_RANK
 from loraplex.adapters.safetensors.header import WEIGHTS_FILE
 from loraplex.adapters.violations import Findings, shown
+from loraplex.launcher.convert.base_class import base_class
 from loraplex.launcher.convert.lora_config import PREFIX, lora_config
 from loraplex.launcher.convert.plan import ConversionLoss, WrittenAdapter, refusal
 from loraplex.server.model.checkpoint.checkpoint import read_config
@@ -313,12 +314,12 @@ def _adapted_base(
 
 def _base(folder: Path, names: Mapping[str, object]) -> Any:
     """The model, or the model within it, of whose modules the adapter's tensors are named."""
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
+        kind = base_class(folder, local_files_only=True)
+        model = kind.from_pretrained(folder, dtype="auto", local_files_only=True)
     except (OSError, ValueError) as error:
         raise refusal(f"--base: transformers cannot load it: {_words(error)}") from None
     firsts = {

@@ -30,7 +30,12 @@ complete), and with nothing else."""
 _OF_PROMPT = {"max_tokens": 1, "prompt_logprobs": 0}
 _GOING_ON = {"add_generation_prompt": False, "continue_final_message": True}
 _MEASURED = (_OF_PROMPT, _OF_PROMPT | _GOING_ON)
-_LOGPROBS = {"prompt_logprobs": 0, "return_token_ids": True}
+# By their ids special tokens are listed, too.
+_LOGPROBS = {
+    "prompt_logprobs": 0,
+    "return_token_ids": True,
+    "return_tokens_as_token_ids": True,
+}
 _read_record = msgspec.json.Decoder(BatchRecord).decode
 
 

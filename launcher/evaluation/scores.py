@@ -27,6 +27,13 @@ class EvalLine(msgspec.Struct, frozen=True, kw_only=True):
     parameters: dict[str, Any] = {}
 
     @property
+    def has_images(self) -> bool:
+        """Whether some message has other parts than texts."""
+        contents = (message.get("content") for message in self.messages or ())
+        parts = (part for content in contents if isinstance(content, list) for part in content)
+        return any(isinstance(part, dict) and part.get("type") != "text" for part in parts)
+
+    @property
     def right_choice(self) -> int:
         """The number of the right choice, from 0. Raises ValueError."""
         is_number = type(self.answer) is int
@@ -84,6 +91,8 @@ def fault_of(case: EvalLine, score: str) -> str | None:
     """Why a line cannot be scored so, or asked for `logprobs`; None = it can."""
     if (case.prompt is None) == (case.messages is None):
         return "it needs either `prompt` or `messages`"
+    if score == "logprobs" and case.has_images:
+        return "texts alone are compared, no images"
     if case.answer is None and score not in _UNANSWERED and not (score == "json" and case.schema):
         return "it has no `answer`"
     try:

@@ -12,6 +12,7 @@ from loraplex.adapters.errors import CommandError
 from loraplex.adapters.peft.config import CONFIG_FILE
 from loraplex.launcher.command_line import Parser, add_options
 from loraplex.launcher.config import batch_options
+from loraplex.launcher.convert.base_class import base_class
 from loraplex.launcher.evaluation import command as evaluation
 from loraplex.launcher.evaluation.questions import (
     LineAnswer,
@@ -109,23 +110,20 @@ def _peft_model(arguments: argparse.Namespace, adapter: Path) -> Any:
     """The base with the adapter, where a server would compute it."""
     import torch
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
 
     dtype = getattr(torch, arguments.peft_dtype)
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        arguments.model, revision=arguments.revision, dtype=dtype
-    )
+    kind = base_class(arguments.model, revision=arguments.revision)
+    model: Any = kind.from_pretrained(arguments.model, revision=arguments.revision, dtype=dtype)
     is_on_gpu = arguments.device != "cpu" and torch.cuda.is_available()
     model = PeftModel.from_pretrained(model, str(adapter), autocast_adapter_dtype=False)
     return model.to("cuda" if is_on_gpu else "cpu", dtype).eval()
 
 
 def _logprobs(model: Any, answer: LineAnswer) -> list[float]:
-    """Each token's after the first, in nats; without the end of a chat, which has none there."""
+    """Each token's after the first, in nats."""
     import torch
 
-    output = answer.output_ids[: len(answer.output_logprobs)]
-    ids = torch.tensor([[*answer.prompt_ids, *output]], device=model.device)
+    ids = torch.tensor([[*answer.prompt_ids, *answer.output_ids]], device=model.device)
     with torch.inference_mode():
         logits = model(input_ids=ids).logits[0, :-1].float()
     rows = logits.log_softmax(-1).gather(1, ids[0, 1:, None])

@@ -1,6 +1,7 @@
 """Images by HTTP: answers about them are transformers' and PEFT's, token by token, by every API.
 They go on elsewhere when a worker dies."""
 
+import argparse
 import json
 import subprocess
 import sys
@@ -16,6 +17,11 @@ import pytest
 from huggingface_hub import InferenceClient
 
 import loraplex
+from loraplex.adapters.errors import CommandError
+from loraplex.launcher.evaluation.questions import questions, read_answers, read_cases
+from loraplex.launcher.evaluation.scores import EvalLine
+from loraplex.launcher.parity.command import _differences
+from loraplex.launcher.parity.differences import spreads
 from tests.e2e.picture_model import ADAPTERS, IMAGE, VIDEO, Oracle, save_all
 from tests.e2e.serving import ROOT, Serving, running_folder
 from tests.e2e.test_several_workers import until
@@ -236,6 +242,30 @@ def test_programs_and_batch_jobs_answer_the_same(
     answered = {int(one["custom_id"]): one["response"]["body"] for one in records(out)}
     found = [answered[i]["choices"][0]["token_ids"] for i in range(len(bodies))]
     assert found == [answer for _, answer in expected]
+
+
+def test_parity_of_texts(served: tuple[Serving, Oracle], tmp_path: Path) -> None:
+    """Special tokens of an answer are compared, too."""
+    serving, oracle = served
+    said = [{"role": "user", "content": "What is a picture?"}]
+    lines = [EvalLine(messages=said, parameters={"logit_bias": {"256": 100}}), EvalLine(prompt="a")]
+    records = []
+    for asked in questions("logprobs", ["one"], lines, 6):
+        body = post(serving, asked.url, asked.body)
+        response = {"status_code": 200, "request_id": None, "body": body}
+        record = {"id": "x", "custom_id": asked.custom_id, "response": response, "error": None}
+        records.append(json.dumps(record))
+    (tmp_path / "answers").write_text("\n".join(records))
+    base = {"model": oracle.folder / "base", "revision": None, "device": "cpu"}
+    arguments = argparse.Namespace(**base, peft_dtype="float32")
+    answers = read_answers(tmp_path / "answers").values()
+    found = spreads(list(_differences(arguments, oracle.folder / "one", answers)))
+    counts = {one.tokens_at: one.tokens for one in found}
+    assert (counts["answer"], found[0].max < 1e-4) == (12, True)
+    seen = {"messages": [{"role": "user", "content": parts("wide")[0]}]}
+    pictured = write(tmp_path / "p.jsonl", [json.dumps(seen).encode()])
+    with pytest.raises(CommandError, match="no images"):
+        read_cases(pictured, "logprobs")
 
 
 BAD = [

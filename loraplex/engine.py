@@ -19,6 +19,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from concurrent.futures import Future
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
@@ -310,8 +311,14 @@ class Engine:
 
     # On the engine's own loop
 
+    def _begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        if self._loop.is_closed():
+            work.close()
+            raise EngineError("the engine is closed")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = self._begin(work)
         try:
             return future.result()
         except BaseException:
@@ -319,7 +326,7 @@ class Engine:
             raise
 
     async def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        return await asyncio.wrap_future(self._begin(work))
 
     async def _start(self, words: Sequence[str], timeout_s: float | None) -> None:
         limits = httpx.Limits(max_connections=_MOST_AT_ONCE)
@@ -367,7 +374,9 @@ class Engine:
         adapter: Adapters,
         parameters: Mapping[str, Any],
     ) -> Any:
-        base = {"return_token_ids": True, **parameters}
+        # Named by its id, a special token is listed, too.
+        named = {"return_tokens_as_token_ids": True} if parameters.get("logprobs") else {}
+        base = {"return_token_ids": True, **named, **parameters}
         bodies, is_one = _bodies("messages", messages, _is_conversation, adapter, base)
         return await self._ask("/v1/chat/completions", bodies, is_one, Output.of)
 

@@ -25,6 +25,8 @@ GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12}
 def engine() -> Iterator[loraplex.Engine]:
     with loraplex.serve(adapters={"mine": adapter_paths()["sql"]}, max_running=8) as running:
         yield running
+    with pytest.raises(loraplex.EngineError, match="is closed"):
+        running.generate("Good morning")
 
 
 def test_a_list_answers_as_its_parts_do(engine: loraplex.Engine) -> None:
@@ -45,6 +47,13 @@ def test_token_ids_are_a_prompt(engine: loraplex.Engine) -> None:
     assert engine.generate(ids, **GREEDY).token_ids == first.token_ids
     assert engine.generate([ids], **GREEDY)[0].token_ids == first.token_ids
     assert first.prompt_tokens == len(ids)
+
+
+def test_special_tokens_have_log_probabilities_too(engine: loraplex.Engine) -> None:
+    begin = {"logit_bias": {"1": 100}}  # `<s>`, which no text has
+    output = engine.chat(MESSAGES, logprobs=True, **begin, **GREEDY)
+    assert (output.text, output.token_ids) == ("", (1,) * 12)
+    assert len(output.logprobs or ()) == 12
 
 
 def test_choices_of_one_prompt(engine: loraplex.Engine) -> None:

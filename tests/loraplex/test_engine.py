@@ -50,7 +50,7 @@ def test_token_ids_are_a_prompt(engine: loraplex.Engine) -> None:
 
 
 def test_special_tokens_have_log_probabilities_too(engine: loraplex.Engine) -> None:
-    begin = {"logit_bias": {"1": 100}}  # `<s>`, which no text has
+    begin: dict[str, Any] = {"logit_bias": {"1": 100}}  # `<s>`, which no text has
     output = engine.chat(MESSAGES, logprobs=True, **begin, **GREEDY)
     assert (output.text, output.token_ids) == ("", (1,) * 12)
     assert len(output.logprobs or ()) == 12

@@ -59,10 +59,8 @@ _QWEN3_MOE_TEXT: dict[str, Any] = {
     "max_position_embeddings": 32768,
 }
 _QWEN3_VL_MOE_TEXT: dict[str, Any] = {
-    "vocab_size": 151936,
-    "hidden_size": 2048,
+    **_QWEN3_MOE_TEXT,
     "intermediate_size": 5632,
-    "num_hidden_layers": 24,
     "num_attention_heads": 16,
     "num_key_value_heads": 16,
     "max_position_embeddings": 128000,
@@ -91,12 +89,7 @@ _PHI4_TEXT: dict[str, Any] = {
     "eos_token_id": [199999, 200020],
 }
 _QWEN3_TEXT: dict[str, Any] = {
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 22016,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
+    **_QWEN2_TEXT,
     "max_position_embeddings": 128000,
     "rope_theta": 5e5,
 }

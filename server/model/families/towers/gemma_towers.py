@@ -12,6 +12,7 @@ from loraplex.server.model.families.readers import gemma
 from loraplex.server.model.families.towers.tower_parts import (
     COLOURS,
     SIGLIP,
+    axial_rope,
     clip_parts,
     older_placeholder,
     placeholder,
@@ -26,7 +27,6 @@ from loraplex.server.model.spec.model_spec import (
     ModelSpec,
     NormSpec,
     PositionTable,
-    RopeSpec,
 )
 from loraplex.server.model.spec.picture_spec import (
     MergerSpec,
@@ -39,8 +39,6 @@ from loraplex.server.protocol import PictureForm
 _GEMMA3_TOKEN, _GEMMA3_TOKENS, _GEMMA4_TOKEN = 262144, 256, 258880
 # Of a picture, by any file of Gemma 4's processors.
 _MOST_TOKENS = 1120
-# transformers reads the latter as the former.
-_ROPES = ("axial", "default")
 # Where `config.json` says nothing.
 _GEMMA4: dict[str, Any] = {
     "hidden_size": 768,
@@ -215,12 +213,7 @@ def _gemma4_sizes(fields: Fields) -> family.ModelSizes:
 
 
 def _gemma4_layer(fields: Fields, sizes: family.ModelSizes) -> LayerSpec:
-    rope = fields.config.get("rope_parameters") or {}
-    if not isinstance(rope, Mapping) or rope.get("rope_type", "axial") not in _ROPES:
-        fields.refuse(f"rope_parameters must be of type axial, got {rope!r}")
-        rope = {}
-    turns = RopeSpec("default", fields.number(rope, "rope_theta", 100.0))
-    of = family.attention(sizes, turns, scale=1.0, qk_norm=True)
+    of = family.attention(sizes, axial_rope(fields, 100.0), scale=1.0, qk_norm=True)
     (layer,) = gemma.layers_of(fields, sizes, [replace(of, norms_values=True)], offset=0.0)
     if not fields.config.get("use_clipped_linears", False):
         return layer

@@ -12,6 +12,7 @@ from loraplex.server.model.families.towers.tower_parts import (
     BIASES,
     COLOURS,
     ReadPictures,
+    axial_rope,
     placeholder,
     plain_layer,
     products,
@@ -37,7 +38,6 @@ _EPSILON = 1e-6
 # Of heads and of layers.
 _KEYS = "num_heads", "depth"
 _ROPES = ("rope_scaling", "rope_parameters")
-_THETA = 10_000.0
 # What transformers' classes say where `config.json` says nothing.
 _QWEN2: dict[str, Any] = {
     "depth": 32,
@@ -129,7 +129,7 @@ def _qwen2_encoder(fields: Fields, text: ModelSpec, side: int) -> _Encoder:
     inner = fields.positive("embed_dim") * fields.positive("mlp_ratio")
     sizes = turned_sizes(fields, ("embed_dim", *_KEYS), inner, _EPSILON)
     names = family.LayerNames(("attn.qkv",), "attn.proj", ("mlp.fc1",), "mlp.fc2")
-    layers = (plain_layer(sizes, _rope(fields), names, "norm"),) * sizes.layers
+    layers = (plain_layer(sizes, axial_rope(fields), names, "norm"),) * sizes.layers
     merger = _merger(fields, "hidden_size", sizes, text, side, ("merger.mlp.0", "merger.mlp.2"))
     return _Encoder(sizes, layers, family.layer_norm("merger.ln_q", sizes), merger)
 
@@ -150,7 +150,7 @@ def _qwen25_encoder(fields: Fields, text: ModelSpec, side: int) -> _Encoder:
         fields.refuse(f"fullatt_block_indexes must be a list of layers, got {whole!r}")
         whole = []
     patches = (window * side) ** 2
-    rope = _rope(fields)
+    rope = axial_rope(fields)
     windows = (None if n in whole else patches for n in range(sizes.layers))
     layers = (_windowed_layer(sizes, rope, window) for window in windows)
     norm = NormSpec("merger.ln_q", sizes.hidden, _EPSILON)
@@ -162,7 +162,7 @@ def _qwen3_encoder(fields: Fields, text: ModelSpec, side: int) -> _Encoder:
     inner = fields.positive("intermediate_size")
     sizes = turned_sizes(fields, ("hidden_size", *_KEYS), inner, _EPSILON)
     names = family.LayerNames(("attn.qkv",), "attn.proj", ("mlp.linear_fc1",), "mlp.linear_fc2")
-    layers = (plain_layer(sizes, _rope(fields), names, "norm"),) * sizes.layers
+    layers = (plain_layer(sizes, axial_rope(fields), names, "norm"),) * sizes.layers
     merger = _merger(fields, "out_hidden_size", sizes, text, side, _fcs("merger"))
     merger = replace(merger, deep=_deep(fields, side, sizes, text))
     positions = PositionTable("pos_embed", fields.positive("num_position_embeddings"))
@@ -190,17 +190,6 @@ def _deep(
         norm = NormSpec(f"{path}.norm", merged, _EPSILON, kind="layer", bias=True)
         found.append(DeepMergerSpec(layer, norm, *products(text, _fcs(path), merged, merged)))
     return tuple(found)
-
-
-def _rope(fields: Fields) -> RopeSpec:
-    table = fields.config.get("rope_parameters") or {}
-    if not isinstance(table, Mapping) or table.get("rope_type", "axial") not in (
-        "axial",
-        "default",
-    ):
-        fields.refuse(f"rope_parameters must be axial, got {table!r}")
-        table = {}
-    return RopeSpec("default", fields.number(table, "rope_theta", _THETA))
 
 
 def _windowed_layer(sizes: family.ModelSizes, rope: RopeSpec, window: int | None) -> LayerSpec:

@@ -24,6 +24,9 @@ ReadPictures = Callable[[Mapping[str, Any], ModelSpec, Fields], PictureSpec | No
 BIASES = family.Biases(qkv=True, o=True, mlp=True)
 # Of a picture, where `config.json` has no number.
 COLOURS = 3
+THETA = 10_000.0
+# Types of rotation; transformers reads the latter as the former.
+AXIAL = ("axial", "default")
 
 CLIP = "clip_vision_model"
 _CLIP_USUAL: dict[str, Any] = {
@@ -158,6 +161,15 @@ def turned_sizes(
     shape = (inner, layers, heads, heads, hidden // heads)
     activation = family.read_activation(fields, "hidden_act", fields.config["hidden_act"])
     return family.ModelSizes(1, hidden, *shape, 1, epsilon, is_sound=True, activation=activation)
+
+
+def axial_rope(fields: Fields, theta: float = THETA) -> RopeSpec:
+    """Read how heads turn by height and width. theta: where `config.json` says nothing."""
+    table = fields.config.get("rope_parameters") or {}
+    if not isinstance(table, Mapping) or table.get("rope_type", "axial") not in AXIAL:
+        fields.refuse(f"rope_parameters must be axial, got {table!r}")
+        table = {}
+    return RopeSpec("default", fields.number(table, "rope_theta", theta))
 
 
 def plain_layer(
@@ -308,7 +320,7 @@ def _pixtral_rope(fields: Fields) -> RopeSpec:
     key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     table = fields.table(config, key)
     kind = table.get("rope_type", table.get("type", "axial"))
-    if kind not in ("axial", "default"):
+    if kind not in AXIAL:
         fields.refuse(f"{key}: rope_type must be axial, got {kind!r}")
-    theta = fields.number({**config, **table}, "rope_theta", 10_000.0)
+    theta = fields.number({**config, **table}, "rope_theta", THETA)
     return RopeSpec("default", theta)

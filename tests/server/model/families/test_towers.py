@@ -198,7 +198,7 @@ def qwen3(**vision: Any) -> dict[str, Any]:
         (gemma4({"num_key_value_heads": 4}), "num_key_value_heads must be 16"),
         (gemma4({"position_embedding_size": 3359}), "must be at least 3360, got 3359"),
         (gemma4({"head_dim": 6}), "head_dim must be a multiple of 4"),
-        (gemma4({"rope_parameters": {"rope_type": "yarn"}}), "must be of type axial"),
+        (gemma4({"rope_parameters": {"rope_type": "yarn"}}), "rope_parameters must be axial"),
         (gemma4({"hidden_activation": "snake"}), "hidden_activation must be one of"),
         (gemma3(mm_tokens_per_image=250), r"mm_tokens_per_image 250: no such square of 64 \* 64"),
         (gemma3(mm_tokens_per_image=900), "mm_tokens_per_image 900"),

@@ -132,7 +132,7 @@ class Masks(NamedTuple):
     bits: np.ndarray
 
 
-class AdapterCopy(msgspec.Struct, frozen=True):
+class AdapterCopy(msgspec.Struct, frozen=True, array_like=True, tag="ac"):
     """Copy a slab from the host arena to the device arena and write the slot's table rows.
 
     host_extents: the first extent of each run of `layout.all_runs` in the host arena.
@@ -159,7 +159,7 @@ class CopyUsable(msgspec.Struct, frozen=True):
     digest: str
 
 
-class CopyOver(msgspec.Struct, frozen=True, tag="ov"):
+class CopyOver(msgspec.Struct, frozen=True, array_like=True, tag="ov"):
     """Report that a copy from the host arena to the device has ended: it reads and writes the host
     block no more. It follows CopyUsable; where the copy failed it comes instead, with `error`.
 
@@ -179,7 +179,7 @@ class CopyOver(msgspec.Struct, frozen=True, tag="ov"):
 PageWay = Literal["out", "in", "write", "read", "drop"]
 
 
-class PageCopies(msgspec.Struct, frozen=True):
+class PageCopies(msgspec.Struct, frozen=True, array_like=True, tag="gc"):
     """Copies of whole pages, which begin and end together. They write in any order.
 
     pages: of the device, of the ways out and in. slots: in host memory; none where pages are
@@ -194,7 +194,7 @@ class PageCopies(msgspec.Struct, frozen=True):
     keys: tuple[bytes, ...] = ()
 
 
-class PagesCopied(msgspec.Struct, frozen=True, tag="pc"):
+class PagesCopied(msgspec.Struct, frozen=True, array_like=True, tag="pc"):
     """Copies of this number are over in every process. failed: places in their lists: of what was
     not written, or could not be read as it was written."""
 
@@ -205,7 +205,7 @@ class PagesCopied(msgspec.Struct, frozen=True, tag="pc"):
 CopyNews = CopyUsable | CopyOver | PagesCopied
 
 
-class CopySums(msgspec.Struct, frozen=True, tag="cs"):
+class CopySums(msgspec.Struct, frozen=True, array_like=True, tag="cs"):
     """Numbers that the devices of a group add up before any of them uses a copy.
 
     numbers: one device's, or the sums; float32, of the device's byte order; none where all wait for
@@ -216,7 +216,7 @@ class CopySums(msgspec.Struct, frozen=True, tag="cs"):
     numbers: bytes
 
 
-class PictureCopy(msgspec.Struct, frozen=True, array_like=True):
+class PictureCopy(msgspec.Struct, frozen=True, array_like=True, tag="pt"):
     """Bring a picture's patches to the device. grid, segment, rows, columns: as of `EncodePicture`.
     blocks: of the cache, where the results are to lie. adapter_slot: of the adapter that changes
     the tower, and scale: which multiplies what it adds; -1 = none does."""
@@ -231,7 +231,7 @@ class PictureCopy(msgspec.Struct, frozen=True, array_like=True):
     scale: float = 1.0
 
 
-class PictureIn(msgspec.Struct, frozen=True, tag="pi"):
+class PictureIn(msgspec.Struct, frozen=True, array_like=True, tag="pi"):
     """A copy of a picture's patches is over. block: the first of its blocks. error: why the device
     has not got the patches, and has forgotten the picture; None = it has them."""
 

@@ -67,17 +67,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-# How long a thread may keep the interpreter. The step loop would wait ten times as long by default
-# for threads that fill masks.
-_SWITCH_S = 0.0005
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 after Shutdown or with the worker gone, else 1."""
     options = parse(arguments)
     # A terminal's Ctrl-C reaches the whole group; the worker decides when the engine leaves.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sys.setswitchinterval(_SWITCH_S)
     leaving = threading.Event()
 
     def leave_soon() -> None:

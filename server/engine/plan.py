@@ -117,7 +117,7 @@ class SeqSlice(msgspec.Struct, frozen=True, array_like=True):
         return self.num_new == 1
 
 
-class StepPlan(msgspec.Struct, frozen=True, array_like=True):
+class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="st"):
     """Order of effects: saves of rows that leave, one by one; freed_rows, scaled_slots, new_rows,
     grants, restores, then the slices together."""
 

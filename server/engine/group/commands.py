@@ -16,12 +16,6 @@ from loraplex.server.engine.executor import (
 from loraplex.server.engine.plan import StepPlan
 
 
-class Launch(msgspec.Struct, frozen=True, array_like=True, tag="la"):
-    """Begin a step, after those before it."""
-
-    plan: StepPlan
-
-
 class Constrain(msgspec.Struct, frozen=True, array_like=True, tag="co"):
     """Draw for the constrained slices of the newest step. bits: of `Masks`, row by row."""
 
@@ -45,26 +39,8 @@ class Constrain(msgspec.Struct, frozen=True, array_like=True, tag="co"):
         return Masks(self.slices, memory)
 
 
-class StartCopy(msgspec.Struct, frozen=True, array_like=True, tag="sc"):
-    """Begin a copy of an adapter. Answered by CopyOver."""
-
-    copy: AdapterCopy
-
-
-class AddSums(msgspec.Struct, frozen=True, array_like=True, tag="as"):
-    """Adds sums to the oldest copy that waits for them."""
-
-    sums: CopySums
-
-
 class UseCopy(msgspec.Struct, frozen=True, array_like=True, tag="uc"):
     """The next step may use the oldest copy that none may use yet."""
-
-
-class StartPicture(msgspec.Struct, frozen=True, array_like=True, tag="sp"):
-    """Begin to bring a picture's patches. Answered by PictureIn."""
-
-    copy: PictureCopy
 
 
 class Encode(msgspec.Struct, frozen=True, array_like=True, tag="en"):
@@ -73,32 +49,14 @@ class Encode(msgspec.Struct, frozen=True, array_like=True, tag="en"):
     pictures: int
 
 
-class CopyPages(msgspec.Struct, frozen=True, array_like=True, tag="cp"):
-    """Begin copies of pages. Answered by PagesCopied."""
-
-    copies: PageCopies
-
-
-Command = Launch | Constrain | StartCopy | AddSums | UseCopy | StartPicture | Encode | CopyPages
+# A plan is of a step to begin after those before it, sums are of the oldest copy that waits for
+# them, and copies are to begin.
+Command = (
+    StepPlan | Constrain | AdapterCopy | CopySums | UseCopy | PictureCopy | Encode | PageCopies
+)
 # What the others tell the leader.
 Answer = CopyOver | CopySums | PictureIn | PagesCopied
 
-_encoder = msgspec.msgpack.Encoder()
-_commands = msgspec.msgpack.Decoder(Command)
-_answers = msgspec.msgpack.Decoder(Answer)
-
-
-def encode(message: Command | Answer) -> bytes:
-    return _encoder.encode(message)
-
-
-def decode_command(frame: bytes) -> Command:
-    """Decode one command of the leader. Raises msgspec.MsgspecError."""
-    command: Command = _commands.decode(frame)
-    return command
-
-
-def decode_answer(frame: bytes) -> Answer:
-    """Decode one answer of a follower. Raises msgspec.MsgspecError."""
-    answer: Answer = _answers.decode(frame)
-    return answer
+encode = msgspec.msgpack.Encoder().encode
+decode_command = msgspec.msgpack.Decoder(Command).decode
+decode_answer = msgspec.msgpack.Decoder(Answer).decode

@@ -7,21 +7,18 @@ from typing import Any, assert_never
 
 import msgspec
 
+from loraplex.server.engine.executor import AdapterCopy, CopySums, PageCopies, PictureCopy
 from loraplex.server.engine.framing import FrameError, receive_frame, send_frame
 from loraplex.server.engine.group.commands import (
-    AddSums,
     Command,
     Constrain,
-    CopyPages,
     Encode,
-    Launch,
-    StartCopy,
-    StartPicture,
     UseCopy,
     decode_command,
     encode,
 )
 from loraplex.server.engine.group.member import GroupMember
+from loraplex.server.engine.plan import StepPlan
 
 # While copies are under way the end of one is looked for this often.
 _POLL_S = 0.001
@@ -63,26 +60,26 @@ class Follower:
 
     def _carry_out(self, command: Command) -> None:
         match command:
-            case Launch(plan):
-                self._newest = self._executor.launch(plan)
+            case StepPlan():
+                self._newest = self._executor.launch(command)
             case Constrain(slices):
                 masks = command.masks(self._executor.mask_memory(len(slices), command.words))
                 self._executor.constrain(self._newest, masks)
-            case StartCopy(copy):
+            case AdapterCopy():
                 self._copying += 1
-                self._executor.start_copy(copy)
-            case AddSums(sums):
-                self._executor.add_sums(sums)
+                self._executor.start_copy(command)
+            case CopySums():
+                self._executor.add_sums(command)
             case UseCopy():
                 self._executor.use_copy()
-            case StartPicture(copy):
+            case PictureCopy():
                 self._copying += 1
-                self._executor.start_picture(copy)
+                self._executor.start_picture(command)
             case Encode(pictures):
                 self._executor.encode(pictures)
-            case CopyPages(copies):
+            case PageCopies():
                 self._copying += 1
-                self._executor.copy_pages(copies)
+                self._executor.copy_pages(command)
             case _:
                 assert_never(command)
 

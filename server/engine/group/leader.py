@@ -28,15 +28,10 @@ from loraplex.server.engine.executor import (
 )
 from loraplex.server.engine.framing import FrameError, receive_frame, send_frame
 from loraplex.server.engine.group.commands import (
-    AddSums,
     Answer,
     Command,
     Constrain,
-    CopyPages,
     Encode,
-    Launch,
-    StartCopy,
-    StartPicture,
     UseCopy,
     decode_answer,
     encode,
@@ -86,7 +81,7 @@ class GroupExecutor(Generic[T]):
             reader.start()
 
     def launch(self, plan: StepPlan, meanwhile: Callable[[], None] | None = None) -> T:
-        self._tell(Launch(plan))
+        self._tell(plan)
         return self._executor.launch(plan, meanwhile)
 
     def mask_memory(self, count: int, words: int) -> np.ndarray:
@@ -103,11 +98,11 @@ class GroupExecutor(Generic[T]):
         raise GroupLost("the other processes of the group wait for this one")
 
     def start_copy(self, copy: AdapterCopy) -> None:
-        self._tell(StartCopy(copy))
+        self._tell(copy)
         self._executor.start_copy(copy)
 
     def copy_pages(self, copies: PageCopies) -> None:
-        self._tell(CopyPages(copies))
+        self._tell(copies)
         self._executor.copy_pages(copies)
 
     def poll_copies(self) -> list[CopyNews]:
@@ -128,7 +123,7 @@ class GroupExecutor(Generic[T]):
         return found
 
     def start_picture(self, copy: PictureCopy) -> None:
-        self._tell(StartPicture(copy))
+        self._tell(copy)
         self._pictures.append((copy.blocks[0], []))
         self._executor.start_picture(copy)
 
@@ -211,7 +206,7 @@ class GroupExecutor(Generic[T]):
             return
         del self._sums[sums.digest]
         added = CopySums(sums.digest, np.sum(offered, axis=0, dtype=np.float32).tobytes())
-        self._tell(AddSums(added))
+        self._tell(added)
         self._executor.add_sums(added)
 
     def _check_sums(self, digest: str) -> None:

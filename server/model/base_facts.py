@@ -75,5 +75,5 @@ def _digest(shards: Mapping[str, ModelFile], name: str) -> str:
     tensor = shard.tensors[name]
     with shard.path.open("rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        raw = np.frombuffer(mapped, np.uint8)[tensor.begin : tensor.end]
+        raw = np.frombuffer(mapped, np.uint8)[tensor.start : tensor.end]
         return float_digest([(raw, tensor.dtype)])

@@ -298,7 +298,7 @@ def load_weights(
         made = None if at_load is None else form_at_load(at_load, model.quantisation)
         source = WeightSource(shards, forms, dtype, device, packed=stays, at_load=made, shard=shard)
         embed = source.table(embedding)
-        nbytes = sum(tensor.end - tensor.begin for tensor in stored.values())
+        nbytes = sum(tensor.nbytes for tensor in stored.values())
         mine, layers = nbytes / shard.count / (1 << 30), []
         for index in range(model.num_layers):
             read(mine * index / model.num_layers, mine, "GiB")

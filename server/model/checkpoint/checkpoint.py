@@ -8,13 +8,14 @@ import json
 import math
 import operator
 import os
-from collections.abc import Container, Iterable
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from loraplex.adapters.errors import CommandError
-from loraplex.adapters.safetensors.header import DTYPE_BYTES
+from loraplex.adapters.safetensors.header import DTYPE_BYTES, TensorInfo
 from loraplex.server.model.checkpoint.model_files import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -51,26 +52,14 @@ class UnservedError(CheckpointError):
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """One entry of a shard's header. name: in the file. dtype: as safetensors spells it. begin,
-    end: file offsets."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
 class ModelFile:
     path: Path
     nbytes: int
     header: bytes
-    tensors: dict[str, StoredTensor]
+    tensors: dict[str, TensorInfo]
 
 
-def stored_tensors(shards: Iterable[ModelFile]) -> dict[str, StoredTensor]:
+def stored_tensors(shards: Iterable[ModelFile]) -> dict[str, TensorInfo]:
     """List all tensors of the shards, by name."""
     return {name: tensor for shard in shards for name, tensor in shard.tensors.items()}
 
@@ -133,6 +122,29 @@ def read_shards(folder: Path) -> tuple[ModelFile, ...]:
     return tuple(_read_shard(folder / name) for name in _shard_names(folder))
 
 
+def renamed(
+    shards: Iterable[ModelFile], name_of: Callable[[str], str | None], model: ModelSpec
+) -> tuple[ModelFile, ...]:
+    """The shards with other names, in which `ModelSpec.stored_names` are then replaced; tensors
+    without a name are left out. Raises CheckpointError where two would have one name."""
+    seen: dict[str, str] = {}
+    found = []
+    for shard in shards:
+        tensors: dict[str, TensorInfo] = {}
+        for stored, tensor in shard.tensors.items():
+            name = name_of(stored)
+            if name is None:
+                continue
+            for pattern, replacement in model.stored_names:
+                name = re.sub(pattern, replacement, name)
+            other = seen.setdefault(name, stored)
+            if other != stored:
+                raise CheckpointError(f"{shard.path}: {stored} and {other} are the same tensor")
+            tensors[name] = tensor
+        found.append(replace(shard, tensors=tensors))
+    return tuple(found)
+
+
 def base_digest(folder: Path) -> str:
     """Identity of a base model: sha256 hex over its configuration, and over every shard's name,
     size, header and a sample of every tensor's bytes."""
@@ -155,9 +167,9 @@ def _feed(digest: "hashlib._Hash", part: bytes) -> None:
     digest.update(part)
 
 
-def _sample(descriptor: int, tensor: StoredTensor) -> bytes:
-    step = max((tensor.end - tensor.begin) // _SAMPLES_PER_TENSOR, 1)
-    offsets = range(tensor.begin, tensor.end, step)
+def _sample(descriptor: int, tensor: TensorInfo) -> bytes:
+    step = max(tensor.nbytes // _SAMPLES_PER_TENSOR, 1)
+    offsets = range(tensor.start, tensor.end, step)
     return b"".join(
         os.pread(descriptor, min(_SAMPLE_BYTES, tensor.end - offset), offset)
         for offset in offsets[:_SAMPLES_PER_TENSOR]
@@ -202,11 +214,11 @@ def _read_shard(path: Path) -> ModelFile:
     return ModelFile(path, nbytes, header, tensors)
 
 
-def _stored(name: str, entry: dict[str, Any], data: int, nbytes: int) -> StoredTensor:
+def _stored(name: str, entry: dict[str, Any], data: int, nbytes: int) -> TensorInfo:
     begin, end = (operator.index(offset) for offset in entry["data_offsets"])
     if not 0 <= begin <= end <= nbytes - data:
         raise ValueError("a tensor lies outside the file; is the download complete?")
     shape, dtype = tuple(operator.index(n) for n in entry["shape"]), str(entry["dtype"])
     if dtype in DTYPE_BYTES and end - begin != math.prod(shape) * DTYPE_BYTES[dtype]:
         raise ValueError(f"{dtype} {list(shape)} does not take {end - begin} bytes")
-    return StoredTensor(name, dtype, shape, data + begin, data + end)
+    return TensorInfo(name, dtype, shape, data + begin, data + end)

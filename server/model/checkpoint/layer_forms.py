@@ -6,14 +6,14 @@ from itertools import chain
 
 from msgspec.structs import replace
 
-from loraplex.server.model.checkpoint.checkpoint import StoredTensor
+from loraplex.adapters.safetensors.header import TensorInfo
 from loraplex.server.model.spec.linear_spec import ExpertForm, ExpertStorage, LinearSpec
 from loraplex.server.model.spec.model_spec import Branch, ModelSpec, layer_path
 from loraplex.server.model.spec.moe_spec import MoeSpec
 from loraplex.server.model.spec.state_spec import CONV, DeltaNetSpec
 
 
-def as_stored(model: ModelSpec, names: Mapping[str, StoredTensor]) -> ModelSpec:
+def as_stored(model: ModelSpec, names: Mapping[str, TensorInfo]) -> ModelSpec:
     """Return the model with experts and convolutions in the forms that a checkpoint with these
     tensors holds. Where it holds none, as the family says.
     """
@@ -35,7 +35,7 @@ def _mapped(model: ModelSpec, change: Callable[[int, Branch], Branch]) -> ModelS
     return replace(model, layers=tuple(layers))
 
 
-def _convolved(names: Mapping[str, StoredTensor], layer: int, branch: Branch) -> Branch:
+def _convolved(names: Mapping[str, TensorInfo], layer: int, branch: Branch) -> Branch:
     """The branch with the convolution in the parts that the checkpoint has, which savers of a whole
     one cut in equal ones."""
     if not isinstance(branch, DeltaNetSpec) or not branch.convs:
@@ -49,7 +49,7 @@ def _convolved(names: Mapping[str, StoredTensor], layer: int, branch: Branch) ->
     return replace(branch, convs=rows) if is_whole else branch
 
 
-def _forms(path: str, stored: ExpertStorage, names: Mapping[str, StoredTensor]) -> list[ExpertForm]:
+def _forms(path: str, stored: ExpertStorage, names: Mapping[str, TensorInfo]) -> list[ExpertForm]:
     if path in names:
         return ["stacked"]
     if stored.form == "stacked" and f"{path}_blocks" in names:
@@ -58,7 +58,7 @@ def _forms(path: str, stored: ExpertStorage, names: Mapping[str, StoredTensor]) 
 
 
 def _branch(
-    form: ExpertForm, names: Mapping[str, StoredTensor], layer: int, branch: Branch
+    form: ExpertForm, names: Mapping[str, TensorInfo], layer: int, branch: Branch
 ) -> Branch:
     if not isinstance(branch, MoeSpec):
         return branch
@@ -74,7 +74,7 @@ def _branch(
 
 
 def _linear(
-    linear: LinearSpec, form: ExpertForm, layer: int, names: Mapping[str, StoredTensor]
+    linear: LinearSpec, form: ExpertForm, layer: int, names: Mapping[str, TensorInfo]
 ) -> LinearSpec:
     stored = linear.stored
     if stored is None:

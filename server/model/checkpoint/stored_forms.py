@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from loraplex.server.model.checkpoint.checkpoint import StoredTensor
+from loraplex.adapters.safetensors.header import TensorInfo
 from loraplex.server.model.quantisation.forms import (
     FLOATS,
     INVERSE,
@@ -31,11 +31,11 @@ class Expected(NamedTuple):
     dtypes: frozenset[str] = FLOATS
     optional: bool = False
 
-    def fits(self, stored: StoredTensor) -> bool:
+    def fits(self, stored: TensorInfo) -> bool:
         return stored.dtype in self.dtypes and (not self.shapes or stored.shape in self.shapes)
 
 
-def stored_forms(model: ModelSpec, stored: Mapping[str, StoredTensor]) -> StoredForms:
+def stored_forms(model: ModelSpec, stored: Mapping[str, TensorInfo]) -> StoredForms:
     """The form of each quantised module, by its path."""
     if model.quantisation is None:
         return {}
@@ -62,7 +62,7 @@ def _names(path: str, stored: str | None) -> tuple[str, ...]:
     return module, f"model.{module}"
 
 
-def _has_form(path: str, form: WeightForm, stored: Mapping[str, StoredTensor]) -> bool:
+def _has_form(path: str, form: WeightForm, stored: Mapping[str, TensorInfo]) -> bool:
     """Say whether a matrix is to be read in the quantised form. So it is where nothing is stored:
     then what the form needs is missing.
     """
@@ -73,7 +73,7 @@ def _has_form(path: str, form: WeightForm, stored: Mapping[str, StoredTensor]) -
     return plain is None or plain.dtype not in FLOATS
 
 
-def _as_named(path: str, form: WeightForm, stored: Mapping[str, StoredTensor]) -> WeightForm:
+def _as_named(path: str, form: WeightForm, stored: Mapping[str, TensorInfo]) -> WeightForm:
     """Return the form with the names that the checkpoint has: some writers call every scale of FP8
     inverse.
     """

@@ -6,10 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from loraplex.adapters.peft.tensor_names import is_of_images
+from loraplex.adapters.safetensors.header import TensorInfo
 from loraplex.server.model.checkpoint.checkpoint import (
     CheckpointError,
     ModelFile,
-    StoredTensor,
     read_config,
     stored_tensors,
     tables,
@@ -97,7 +97,7 @@ def check_tensors(folder: Path, shards: Sequence[ModelFile], model: ModelSpec) -
     return left_out
 
 
-def _refuse_quantised(folder: Path, stored: Mapping[str, StoredTensor], model: ModelSpec) -> None:
+def _refuse_quantised(folder: Path, stored: Mapping[str, TensorInfo], model: ModelSpec) -> None:
     if model.quantisation is not None:
         return
     quantised = next(filter(_QUANTISED.fullmatch, stored), None)
@@ -108,7 +108,7 @@ def _refuse_quantised(folder: Path, stored: Mapping[str, StoredTensor], model: M
         )
 
 
-def _expected(model: ModelSpec, stored: Mapping[str, StoredTensor]) -> dict[str, Expected]:
+def _expected(model: ModelSpec, stored: Mapping[str, TensorInfo]) -> dict[str, Expected]:
     expected = expected_tensors(model, stored_forms(model, stored))
     expected[tables(stored, model)[0]] = expected.pop(model.embedding.tensor)
     for name, tensor in expected.items():

@@ -5,16 +5,9 @@ under none; here all get the names that a model for text would have.
 """
 
 import re
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
-from loraplex.server.model.checkpoint.checkpoint import (
-    CheckpointError,
-    ModelFile,
-    StoredTensor,
-    read_shards,
-)
+from loraplex.server.model.checkpoint.checkpoint import ModelFile, read_shards, renamed
 from loraplex.server.model.spec.model_spec import ModelSpec
 
 _OF_BODY = (
@@ -36,36 +29,13 @@ def model_shards(folder: Path, model: ModelSpec) -> tuple[ModelFile, ...]:
     shards = read_shards(folder)
     if not model.is_text_part and model.writes and not model.stored_names:
         return shards
-    seen: dict[str, str] = {}
 
     def name_of(stored: str) -> str:
-        name = stored
         if model.is_text_part:  # whose towers may have brought LoRA of their own
-            name = plain_name(stored).replace(".base_layer.", ".")
-        if not (model.is_text_part or model.writes):
-            name = _under_model(stored)
-        for pattern, other in model.stored_names:
-            name = re.sub(pattern, other, name)
-        return name
+            return plain_name(stored).replace(".base_layer.", ".")
+        return f"model.{stored}" if not model.writes and _BARE.fullmatch(stored) else stored
 
-    return tuple(replace(shard, tensors=_renamed(shard, seen, name_of)) for shard in shards)
-
-
-def _under_model(stored: str) -> str:
-    return f"model.{stored}" if _BARE.fullmatch(stored) else stored
-
-
-def _renamed(
-    shard: ModelFile, seen: dict[str, str], name_of: Callable[[str], str]
-) -> dict[str, StoredTensor]:
-    tensors: dict[str, StoredTensor] = {}
-    for stored, tensor in shard.tensors.items():
-        name = name_of(stored)
-        other = seen.setdefault(name, stored)
-        if other != stored:
-            raise CheckpointError(f"{shard.path}: {stored} and {other} are the same tensor")
-        tensors[name] = tensor
-    return tensors
+    return renamed(shards, name_of, model)
 
 
 def plain_name(stored: str) -> str:

@@ -2,15 +2,9 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from loraplex.server.model.checkpoint.checkpoint import (
-    CheckpointError,
-    ModelFile,
-    StoredTensor,
-    read_shards,
-)
+from loraplex.server.model.checkpoint.checkpoint import ModelFile, read_shards, renamed
 from loraplex.server.model.spec.model_spec import ModelSpec
 
 _TOWER = re.compile(
@@ -40,29 +34,9 @@ def tower_shards(folder: Path, tower: ModelSpec) -> tuple[ModelFile, ...]:
     """Read the headers of a model's shards: the tensors of the tower, with the names of its
     `ModelSpec.tensors`. Raises CheckpointError, also where two tensors would have one name.
     """
-    return _named(read_shards(folder), tower.stored_names)
+    return renamed(read_shards(folder), tower_name, tower)
 
 
 def has_tower(shards: Sequence[ModelFile]) -> bool:
     """Whether a checkpoint holds any tensor of a tower. shards: with the names of the files."""
     return any(tower_name(tensor.name) for shard in shards for tensor in shard.tensors.values())
-
-
-def _named(shards: Sequence[ModelFile], others: Sequence[tuple[str, str]]) -> tuple[ModelFile, ...]:
-    """others: as of `ModelSpec.stored_names`."""
-    seen: set[str] = set()
-    found = []
-    for shard in shards:
-        tensors: dict[str, StoredTensor] = {}
-        for stored, tensor in shard.tensors.items():
-            name = tower_name(stored)
-            if name is None:
-                continue
-            for pattern, other in others:
-                name = re.sub(pattern, other, name)
-            if name in seen:
-                raise CheckpointError(f"{shard.path}: {stored} and another are the same tensor")
-            seen.add(name)
-            tensors[name] = tensor
-        found.append(replace(shard, tensors=tensors))
-    return tuple(found)

@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from loraplex.server.kernels.launch.configs import KernelConfigs, SkinnyConfig
+from loraplex.server.kernels.linear.matrix import Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,27 +37,36 @@ DEFAULT = Library("cublas")
 LIBRARIES = (DEFAULT, *(Library("cublaslt", spare) for spare in (0, 8, 16, 32)))
 
 
+class Product:
+    """`x W^T + bias`, with a matrix of the base. weight: `[out_features, in_features]`, as it is
+    stored on the device."""
+
+    __slots__ = ()
+    weight: Weight
+    bias: torch.Tensor | None
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[-2]
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[-1]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes on the device."""
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class DenseLinear:
+class DenseLinear(Product):
     """Product with a plain matrix: `x W^T + bias`. weight: `[out_features, in_features]`; bias:
     `[out_features]`.
     """
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
-
-    @property
-    def out_features(self) -> int:
-        return self.weight.shape[0]
-
-    @property
-    def in_features(self) -> int:
-        return self.weight.shape[1]
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes on the device."""
-        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     @property
     def kind(self) -> tuple[object, ...]:

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional
 
 from loraplex.server.kernels.linear.matrix import PackedMatrix
-from loraplex.server.model.linear.dense import DenseLinear
+from loraplex.server.model.linear.dense import DenseLinear, Product
 from loraplex.server.model.linear.linear import Linear
 from loraplex.server.model.linear.norm import Norm
 from loraplex.server.model.linear.quantised import QuantisedLinear
@@ -14,7 +14,7 @@ from loraplex.server.model.spec.moe_spec import MoeSpec
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ExpertsLinear:
+class ExpertsLinear(Product):
     """Product with the matrices of experts: `x W^T + bias` of one expert or another. weight:
     `[experts, out_features, in_features]`, or as many quantised matrices, the rows of gate
     before those of up; bias: `[experts, out_features]`.
@@ -27,15 +27,6 @@ class ExpertsLinear:
     def out_features(self) -> int:
         matrices = self.weight.matrices if isinstance(self.weight, PackedMatrix) else 1
         return self.weight.shape[-2] // matrices
-
-    @property
-    def in_features(self) -> int:
-        return self.weight.shape[-1]
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes on the device."""
-        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     def run(self, expert: int, x: torch.Tensor) -> torch.Tensor:
         """Compute the product with one expert's matrix. x: `[rows, in_features]` -> `[rows,

@@ -8,7 +8,7 @@ import torch
 from loraplex.server.kernels.launch.configs import KernelConfigs, PackedConfig
 from loraplex.server.kernels.linear.matrix import PackedMatrix
 from loraplex.server.kernels.linear.split import split_of_codes, split_of_table
-from loraplex.server.model.linear.dense import DEFAULT, DenseLinear, Way
+from loraplex.server.model.linear.dense import DEFAULT, DenseLinear, Product, Way
 from loraplex.server.model.linear.packed import Fp8Weight, GroupedWeight, PackedWeight, unpacked
 
 _LEAST_GROUP = 16
@@ -18,7 +18,7 @@ _LEAST_RUN, _MOST_RUN = 32, 128
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class QuantisedLinear:
+class QuantisedLinear(Product):
     """Product with a quantised matrix: `x W^T + bias`. weight: as the kernels read it. bias:
     `[out_features]`. dtype: of x and what is computed.
     """
@@ -26,19 +26,6 @@ class QuantisedLinear:
     weight: PackedMatrix
     bias: torch.Tensor | None
     dtype: torch.dtype
-
-    @property
-    def out_features(self) -> int:
-        return self.weight.shape[0]
-
-    @property
-    def in_features(self) -> int:
-        return self.weight.shape[1]
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes on the device."""
-        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     @property
     def kind(self) -> tuple[object, ...]:

@@ -1,32 +1,24 @@
 """From token ids to the residual stream, and to what layers read beside it. Pure."""
 
-import msgspec
-
-from loraplex.server.model.spec.linear_spec import LinearSpec, Tensors
+from loraplex.server.model.spec.linear_spec import LinearSpec, LookupTable, Tensors, tensors_of
 from loraplex.server.model.spec.norm_spec import NormSpec
 
 
-class PositionTable(msgspec.Struct, frozen=True):
-    """Learned vectors of positions, which are added to the embedding. path: of the table, `[rows,
-    hidden]`. first: the row of the first position."""
+class PositionTable(LookupTable, frozen=True):
+    """Learned vectors of positions, `[rows, hidden]`, which are added to the embedding. first: the
+    row of the first position."""
 
-    path: str
     rows: int
     first: int = 0
 
-    @property
-    def tensor(self) -> str:
-        return f"{self.path}.weight"
 
-
-class LayerInputs(msgspec.Struct, frozen=True):
+class LayerInputs(LookupTable, frozen=True):
     """Inputs of each layer beside the stream: `norm(x W^T) + scale * row`, where x is a token's
-    embedding and the row that of a table; W and the row are of all layers. path: of the table,
+    embedding and the row that of a table; W and the row are of all layers. The table is
     `[rows, layers * size]`. size: features for one layer, which the norm is over. linear: W.
     devices: among so many a layer's features of table and sum are shared out; W is whole on each.
     """
 
-    path: str
     rows: int
     layers: int
     size: int
@@ -40,25 +32,19 @@ class LayerInputs(msgspec.Struct, frozen=True):
         """Features for one layer that this device has."""
         return self.size // self.devices
 
-    @property
-    def tensor(self) -> str:
-        return f"{self.path}.weight"
-
     def tensors(self) -> Tensors:
         """Names and shapes of what the checkpoint holds."""
         yield self.tensor, (self.rows, self.layers * self.own_size)
-        yield from self.linear.tensors()
-        yield from self.norm.tensors()
+        yield from tensors_of(self.linear, self.norm)
 
 
-class EmbeddingSpec(msgspec.Struct, frozen=True):
+class EmbeddingSpec(LookupTable, frozen=True):
     """A table `[vocab_size, size]`, whose rows are multiplied by `scale`, rounded to the dtype.
     rows: those that this device has; None = all. positions: None = positions add nothing. types:
     what the first text of a pair adds, and the second; None = nothing. norm: of the sum.
     projection: from rows of the table to the residual stream; None = they are as wide.
     projects_first: positions are added behind it. inputs: None = layers read the stream alone."""
 
-    path: str
     vocab_size: int
     size: int
     scale: float = 1.0
@@ -84,16 +70,10 @@ class EmbeddingSpec(msgspec.Struct, frozen=True):
     def num_rows(self) -> int:
         return self.vocab_size if self.rows is None else self.rows
 
-    @property
-    def tensor(self) -> str:
-        return f"{self.path}.weight"
-
     def tensors(self) -> Tensors:
         """Names and shapes of what the checkpoint holds."""
         yield self.tensor, (self.num_rows, self.size)
         for table in (self.positions, self.types):
             if table is not None:
                 yield table.tensor, (table.rows, self.summed_size)
-        for part in (self.norm, self.projection, self.inputs):
-            if part is not None:
-                yield from part.tensors()
+        yield from tensors_of(self.norm, self.projection, self.inputs)

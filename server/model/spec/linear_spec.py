@@ -1,7 +1,7 @@
 """One product of a model: the modules that it is made of, and how they are stored. Pure."""
 
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -19,6 +19,29 @@ MXFP4_TENSORS = ("_blocks", "_scales")
 
 # Of a part's inputs and outputs, numbers.
 BOUNDS = ("input_min", "input_max", "output_min", "output_max")
+
+
+class HasTensors(Protocol):
+    """A part of a model that a checkpoint holds."""
+
+    def tensors(self) -> Tensors: ...
+
+
+def tensors_of(*parts: HasTensors | None) -> Tensors:
+    """Names and shapes of what the checkpoint holds of these, None = of nothing."""
+    for part in parts:
+        if part is not None:
+            yield from part.tensors()
+
+
+class LookupTable(msgspec.Struct, frozen=True):
+    """A matrix whose rows are looked up. path: its module."""
+
+    path: str
+
+    @property
+    def tensor(self) -> str:
+        return f"{self.path}.weight"
 
 
 class Matrix(NamedTuple):

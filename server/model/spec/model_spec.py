@@ -19,7 +19,7 @@ from loraplex.server.model.spec.distance_spec import DistanceVectors as Distance
 from loraplex.server.model.spec.embedding_spec import EmbeddingSpec as EmbeddingSpec
 from loraplex.server.model.spec.embedding_spec import LayerInputs as LayerInputs
 from loraplex.server.model.spec.embedding_spec import PositionTable as PositionTable
-from loraplex.server.model.spec.linear_spec import LinearSpec, Matrix, Tensors
+from loraplex.server.model.spec.linear_spec import LinearSpec, Matrix, Tensors, tensors_of
 from loraplex.server.model.spec.moe_spec import FeedForwardSpec, MoeSpec
 from loraplex.server.model.spec.norm_spec import NormSpec as NormSpec
 from loraplex.server.model.spec.rope_spec import PositionScale as PositionScale
@@ -124,10 +124,7 @@ class AttentionSpec(msgspec.Struct, frozen=True):
 
     def tensors(self) -> Tensors:
         """Names, relative to the layer, and shapes of what the checkpoint holds."""
-        for linear in self.linears:
-            yield from linear.tensors()
-        for norm in self.inner_norms:
-            yield from norm.tensors()
+        yield from tensors_of(*self.linears, *self.inner_norms)
         if self.sinks:
             yield SINKS, (self.num_heads,)
 
@@ -243,9 +240,7 @@ class LayerSpec(msgspec.Struct, frozen=True):
     def tensors(self) -> Tensors:
         """Names, relative to the layer, and shapes of what the checkpoint holds."""
         for step in self.steps:
-            for part in (*step.branches, step.pre, *step.other_norms):
-                if part is not None:
-                    yield from part.tensors()
+            yield from tensors_of(*step.branches, step.pre, *step.other_norms)
             if step.scalar:
                 yield step.scalar, (1,)
 
@@ -279,9 +274,7 @@ class ScoreSpec(msgspec.Struct, frozen=True):
 
     def inner_tensors(self) -> Tensors:
         """List tensors of the parts before the labels."""
-        for part in (self.dense, self.norm):
-            if part is not None:
-                yield from part.tensors()
+        return tensors_of(self.dense, self.norm)
 
 
 class HeadSpec(msgspec.Struct, frozen=True):
@@ -306,8 +299,7 @@ class HeadSpec(msgspec.Struct, frozen=True):
 
     def tensors(self) -> Tensors:
         """Names and shapes of what the checkpoint holds."""
-        for linear in self.linears:
-            yield from linear.tensors()
+        yield from tensors_of(*self.linears)
 
 
 class ModelSpec(msgspec.Struct, frozen=True):
@@ -485,10 +477,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
         shape.
         """
         shapes: dict[str, tuple[int, ...]] = dict(self.embedding.tensors())
-        shapes.update(self.norm.tensors())
-        for part in (self.output, self.distances):
-            if part is not None:
-                shapes.update(part.tensors())
+        shapes.update(tensors_of(self.norm, self.output, self.distances))
         if self.biases is not None:
             heads = self.layers[0].attention.num_heads
             shapes[self.biases.tensor] = self.biases.buckets, heads

@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from loraplex.server.model.spec.linear_spec import LinearSpec, Tensors
+from loraplex.server.model.spec.linear_spec import LinearSpec, Tensors, tensors_of
 from loraplex.server.model.spec.norm_spec import NormSpec
 
 # Experts of `relu2` have no gate.
@@ -52,8 +52,7 @@ class FeedForwardSpec(msgspec.Struct, frozen=True):
 
     def tensors(self) -> Tensors:
         """Names, relative to the layer, and shapes of what the checkpoint holds."""
-        for linear in self.linears:
-            yield from linear.tensors()
+        yield from tensors_of(*self.linears)
 
 
 class MoeSpec(FeedForwardSpec, frozen=True):
@@ -118,7 +117,6 @@ class MoeSpec(FeedForwardSpec, frozen=True):
         yield from FeedForwardSpec.tensors(self)
         if self.correction is not None:
             yield self.correction
-        if self.router_norm is not None:
-            yield from self.router_norm.tensors()
+        yield from tensors_of(self.router_norm)
         if self.scales:
             yield self.scales, (self.experts,)

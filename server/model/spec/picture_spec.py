@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from loraplex.server.model.spec.linear_spec import LinearSpec, Tensors
+from loraplex.server.model.spec.linear_spec import LinearSpec, Tensors, tensors_of
 from loraplex.server.model.spec.model_spec import (
     Activation,
     EmbeddingSpec,
@@ -47,9 +47,7 @@ class PatchSpec(EmbeddingSpec, frozen=True):
             before = (2,) if self.by_axis else (1,) if self.is_batched else ()
             of_table = (shape[0], 2, *shape[1:]) if self.is_paired else (*before, *shape)
             yield name, of_table if is_table else shape
-        for norm in self.around:
-            if norm is not None:
-                yield from norm.tensors()
+        yield from tensors_of(*self.around)
         if self.bias:
             yield f"{self.path}.bias", (self.size,)
         if self.first:
@@ -110,14 +108,10 @@ class MergerSpec(HeadSpec, frozen=True, kw_only=True):
 
     def tensors(self) -> Tensors:
         yield from HeadSpec.tensors(self)
-        if self.pool is not None:
-            yield from self.pool.tensors()
+        yield from tensors_of(self.pool)
         if self.newline:
             yield self.newline, (self.linear.out_features,)
-        if self.norm is not None:
-            yield from self.norm.tensors()
-        for each in self.deep:
-            yield from each.norm.tensors()
+        yield from tensors_of(self.norm, *(each.norm for each in self.deep))
 
 
 class PictureSpec(msgspec.Struct, frozen=True):

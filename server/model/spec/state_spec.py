@@ -5,7 +5,7 @@ from itertools import chain
 import msgspec
 
 from loraplex.adapters.sharding import Span
-from loraplex.server.model.spec.linear_spec import LinearSpec, Tensors
+from loraplex.server.model.spec.linear_spec import LinearSpec, Tensors, tensors_of
 
 # The usual name of a convolution.
 CONV = "conv1d"
@@ -115,8 +115,7 @@ class DeltaNetSpec(msgspec.Struct, frozen=True):
 
     def tensors(self) -> Tensors:
         """Names, relative to the layer, and shapes of what the checkpoint holds."""
-        for linear in self.linears:
-            yield from linear.tensors()
+        yield from tensors_of(*self.linears)
         for conv, rows in self.convs or ((CONV, self.num_channels),):
             yield from conv_tensors(f"{self.path}.{conv}", rows, self.kernel, bias=False)
         yield f"{self.path}.A_log", (self.value_heads,)
@@ -164,8 +163,7 @@ class ShortConvSpec(msgspec.Struct, frozen=True):
 
     def tensors(self) -> Tensors:
         """Names, relative to the layer, and shapes of what the checkpoint holds."""
-        for linear in self.linears:
-            yield from linear.tensors()
+        yield from tensors_of(*self.linears)
         yield from conv_tensors(self.path, self.channels, self.kernel, bias=self.bias)
 
 
@@ -237,8 +235,7 @@ class Mamba2Spec(msgspec.Struct, frozen=True):
 
     def tensors(self) -> Tensors:
         """Names, relative to the layer, and shapes of what the checkpoint holds."""
-        for linear in self.linears:
-            yield from linear.tensors()
+        yield from tensors_of(*self.linears)
         conv = f"{self.path}.{CONV}"
         yield from conv_tensors(conv, self.num_channels, self.kernel, bias=self.bias)
         for name in ("A_log", "D", "dt_bias"):

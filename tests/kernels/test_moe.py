@@ -23,8 +23,8 @@ from loraplex.server.kernels.pointwise.add_norm import add_experts_norm
 from loraplex.server.model.linear.dense import DenseLinear
 from loraplex.server.model.linear.experts import MoeWeights
 from loraplex.server.model.ops.cuda.experts_cuda import choice_rule
-from loraplex.server.model.ops.experts_torch import routed
 from loraplex.server.model.ops.pointwise import wide_logits
+from loraplex.server.model.ops.products_torch import routed
 from loraplex.server.model.spec.linear_spec import LinearSpec, Part
 from loraplex.server.model.spec.moe_spec import MoeSpec
 from tests.grids import sparse

@@ -14,7 +14,7 @@ from loraplex.server.model.graphs.decode_graphs import DecodeGraphs
 from loraplex.server.model.graphs.parts import Built, Parts
 from loraplex.server.model.graphs.start_phases import StartPhases
 from loraplex.server.model.graphs.token_graphs import TokenGraphs
-from loraplex.server.model.graphs.warm_up import prompts_of, run_steps
+from loraplex.server.model.graphs.warm_up import prompts_of, run_steps, run_texts
 from loraplex.server.model.linear.experts import MoeWeights
 from loraplex.server.model.linear.linear import Linear
 from loraplex.server.model.linear.rounded import row_form
@@ -26,6 +26,7 @@ from loraplex.server.model.ops.attention.prompt_attention import (
     prompt_kernels,
     prompts_in_graphs,
 )
+from loraplex.server.model.ops.attention.whole_cuda import WholeAttention
 from loraplex.server.model.ops.cuda.device_lora import DeviceLora
 from loraplex.server.model.ops.cuda.graph_attention import GraphAttention
 from loraplex.server.model.ops.cuda.kept_choices import KeptChoices
@@ -45,6 +46,7 @@ from loraplex.server.model.ops.sizes import (
 )
 from loraplex.server.model.routed_experts import chosen_experts
 from loraplex.server.model.sampling.draws_cuda import CudaDraws
+from loraplex.server.model.sampling.draws_torch import TorchDraws
 from loraplex.server.model.weights import LayerWeights
 
 log = logging.getLogger(__name__)
@@ -55,6 +57,8 @@ def build_fast(parts: Parts, graph_batches: Sequence[int] | None, phases: StartP
     """Build the decoder and its graphs on a device that has all that the fast kernels need. The
     parameters are those of `gpu_path.build`.
     """
+    if not parts.model.is_causal:
+        return _build_whole(parts, phases)
     parts.rows.page_table[:, parts.rows.scratch] = parts.limits.num_pages
     start = _Start.of(parts, graph_batches)
     decoder = start.decoder(parts.weights.layers)
@@ -77,6 +81,30 @@ def build_fast(parts: Parts, graph_batches: Sequence[int] | None, phases: StartP
         told = "one kernel of each kind for any batch (--batch-invariant)"
     of_steps = (graphs, token_graphs, start.row_sizes, told, start.ops.chosen_experts)
     return Built(decoder, start.draws, *of_steps)
+
+
+def _build_whole(parts: Parts, phases: StartPhases) -> Built:
+    """Build the decoder of a model whose tokens see all others: texts are few and whole, and no
+    token is drawn, so nothing is captured."""
+    limits, model = parts.limits, parts.model
+    linears, biases = parts.weights.linears, parts.weights.biases
+    attention = WholeAttention(model, parts.cache.dtype, parts.rows.device, biases)
+    reach = (limits.max_context, limits.max_step_tokens)
+    context = (model, parts.cache, parts.table, attention, reach)
+    ops = CudaOps(*context, summed_sites(parts), row_form(linears), states=parts.states)
+    few = replace(parts.weights, layers=parts.weights.layers[: model.kinds_within])
+    phases.begin("compiling kernels")
+    of_each_kind = parts.decoder(ops, few)
+    compile_together(lambda: run_texts(of_each_kind, ops, parts.rows, limits))
+    phases.begin("loading kernels")
+    run_texts(parts.decoder(ops), ops, parts.rows, limits)
+    torch.cuda.synchronize()
+    sizes = row_sizes(limits.max_rows, limits.max_step_tokens)
+    ops.products.load(sizes, [*{linear.kind: linear for linear in parts.weights.linears}.values()])
+    draws = TorchDraws(parts.rows, parts.parameters)
+    return Built(
+        parts.decoder(ops), draws, None, None, sizes, "the project's kernels of whole texts"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,8 +53,5 @@ def build(parts: Parts, graph_batches: Sequence[int] | None, phases: StartPhases
         return _build_reference(parts, reason)
     # Not at the top: neither FlashInfer nor Triton is needed on a CPU.
     from loraplex.server.model.graphs.fast_path import build_fast
-    from loraplex.server.model.graphs.whole_path import build_whole
 
-    if not parts.model.is_causal:
-        return build_whole(parts, phases)
     return build_fast(parts, graph_batches, phases)

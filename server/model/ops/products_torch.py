@@ -17,11 +17,115 @@ from loraplex.server.model.lora.own_rows import (
     widened,
 )
 from loraplex.server.model.lora.sites import BranchSites, Site
-from loraplex.server.model.ops.experts_torch import run_experts
-from loraplex.server.model.ops.pointwise import activated, gated, layer_norm, rms_norm
+from loraplex.server.model.ops.pointwise import activated, gated, layer_norm, rms_norm, wide_logits
 from loraplex.server.model.routed_experts import ChosenExperts
 from loraplex.server.model.spec.model_spec import Activation
+from loraplex.server.model.spec.moe_spec import (
+    SWIGLU_ALPHA,
+    SWIGLU_LIMIT,
+    ExpertActivation,
+    MoeSpec,
+)
 from loraplex.server.model.weights import LayerNorm, Norm
+
+
+def run_experts(
+    x: torch.Tensor,
+    routed_by: torch.Tensor,
+    weights: MoeWeights,
+    lora: LoraBatch | None,
+    sites: BranchSites,
+    noted: ChosenExperts | None = None,
+) -> torch.Tensor:
+    """Route tokens to experts and compute these, with LoRA, as `Ops.moe` says. noted: takes the
+    choice."""
+    of_router, of_gate_up, of_down = sites
+    chosen, shares = routed(routed_by, weights, lora, of_router)
+    if noted is not None:
+        noted.note(of_router.layer, chosen)
+    results = x.new_empty(*chosen.shape, weights.down.out_features)
+    for expert in chosen.unique().tolist():
+        rows, places = (chosen == expert).nonzero(as_tuple=True)
+        inputs = x[rows]
+        gate_up = weights.gate_up.run(expert, inputs)
+        if lora is not None:
+            lora.add_expert(of_gate_up, expert, rows, inputs, gate_up)
+        inner = _activated(gate_up, weights.spec.activation)
+        found = weights.down.run(expert, inner)
+        if lora is not None:
+            lora.add_expert(of_down, expert, rows, inner, found)
+        results[rows, places] = found
+    return (results * shares.unsqueeze(-1)).sum(1).to(x.dtype)
+
+
+def _activated(gate_up: torch.Tensor, activation: ExpertActivation) -> torch.Tensor:
+    """Apply the gated activation: `[rows, 2 n]`, gate first -> `[rows, n]`; or without gate."""
+    if activation == "relu2":
+        return activated(gate_up, "relu2")
+    gate, up = gate_up.chunk(2, dim=-1)
+    if activation != "clamped_swiglu":
+        return activated(gate, activation) * up
+    gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return (up + 1) * (gate * torch.sigmoid(gate * SWIGLU_ALPHA))
+
+
+def routed(
+    x: torch.Tensor, weights: MoeWeights, lora: LoraBatch | None, site: Site
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose each token's experts. x: `[tokens, hidden]` -> each token's experts, int64 `[tokens,
+    top_k]`, and their weights, the largest first. site: of the router.
+    """
+    spec, router = weights.spec, weights.router
+    logits = wide_logits(x, router) if spec.wide_router else router.run(x)
+    if lora is not None:
+        lora.add(site, x, logits)
+    if spec.rule == "top_k_softmax":
+        largest = logits.topk(spec.top_k)
+        return largest.indices, largest.values.softmax(-1)
+    if spec.rule == "sparse_mixer":
+        return _mixed(logits, spec)
+    wide = logits.float()
+    scores = wide.sigmoid() if spec.by_sigmoid else wide.softmax(-1)
+    chosen = _choose(scores, weights).topk(spec.top_k).indices
+    shares = scores.gather(-1, chosen)
+    if spec.is_normed:
+        summed = shares.sum(-1, keepdim=True).clamp(min=spec.norm_floor)
+        shares = shares / (summed + spec.norm_added)
+    if spec.factor != 1.0:
+        shares = shares * spec.factor
+    if weights.scales is not None:
+        shares = shares * weights.scales[chosen]
+    return chosen, shares if spec.wide_weights else shares.to(x.dtype)
+
+
+def _mixed(logits: torch.Tensor, spec: MoeSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose one expert after the other (SparseMixer, arXiv 2310.00811). Returns what `routed`
+    does.
+    """
+    chosen, shares, left = [], [], logits
+    for _ in range(spec.top_k):
+        best = left.max(-1, keepdim=True)
+        is_far = (best.values - logits) / logits.abs().clamp(min=best.values) > spec.margin
+        near = left.masked_fill(is_far, -torch.inf).softmax(-1)
+        chosen.append(best.indices)
+        shares.append(near.gather(-1, best.indices))
+        left = left.scatter(-1, best.indices, -torch.inf)
+    return torch.cat(chosen, dim=-1), torch.cat(shares, dim=-1)
+
+
+def _choose(scores: torch.Tensor, weights: MoeWeights) -> torch.Tensor:
+    """Return the scores by which experts are chosen: corrected, and none of those whose group is
+    not among the best. scores: `[tokens, experts]` -> the same.
+    """
+    if weights.correction is not None:
+        scores = scores + weights.correction
+    count, best = weights.spec.groups
+    if count == best:
+        return scores
+    grouped = scores.unflatten(-1, (count, -1))
+    sums = grouped.topk(weights.spec.best_of_group).values.sum(-1)
+    kept = torch.zeros_like(sums, dtype=torch.bool).scatter_(-1, sums.topk(best).indices, True)
+    return torch.where(kept.unsqueeze(-1), grouped, -torch.inf).flatten(-2)
 
 
 class TorchProducts:

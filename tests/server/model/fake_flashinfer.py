@@ -88,7 +88,7 @@ def forget() -> None:
         *("attention_cuda", "prompt_attention", "flashinfer_prompts", "graph_attention"),
         *("lora_strategy", "device_lora", "lora_linear", "experts_cuda", "ops_cuda"),
     )
-    of_graphs = ("decode_graphs", "token_graphs", "end_graphs", "fast_path", "whole_path")
+    of_graphs = ("decode_graphs", "token_graphs", "end_graphs", "fast_path")
     for room, names in ((ops, of_ops), (graphs, of_graphs)):
         for name in names:
             sys.modules.pop(f"{room.__name__}.{name}", None)

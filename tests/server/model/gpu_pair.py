@@ -4,7 +4,7 @@ Triton interprets, FlashInfer is a stand-in, and graphs run their step again.
 """
 
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,8 +18,6 @@ from loraplex.adapters.manifest import SlabLayout
 from loraplex.server.kernels.launch.configs import read_configs
 from loraplex.server.model import executor as executor_module
 from loraplex.server.model.graphs.decode_batch import DecodeBatch
-from loraplex.server.model.graphs.parts import Built, Parts
-from loraplex.server.model.graphs.start_phases import StartPhases
 from loraplex.server.model.lora.lora import Reach
 from loraplex.server.model.ops.ops import StepLayout
 from loraplex.server.model.weights import load_weights
@@ -160,7 +158,6 @@ def replace_graphs(patch: pytest.MonkeyPatch) -> list[int]:
         fast_path,
         token_graphs,
         warm_up,
-        whole_path,
     )
     from loraplex.server.model.ops.cuda import products
     from loraplex.server.model.ops.cuda.kept_choices import KeptChoices
@@ -216,22 +213,8 @@ def replace_graphs(patch: pytest.MonkeyPatch) -> list[int]:
     nothing: Any = NothingKept()
     patch.setattr(KeptChoices, "of", lambda device: KeptChoices(lambda: nothing))
 
-    patch.setattr(executor_module, "build", _build(fast_path, whole_path))
+    patch.setattr(executor_module, "build", fast_path.build_fast)
     return taken
-
-
-def _build(fast: Any, whole: Any) -> Callable[..., Built]:
-    """What builds a model by the GPU path. fast, whole: the modules."""
-
-    def build(parts: Parts, batches: Sequence[int] | None, phases: StartPhases) -> Built:
-        built: Built
-        if parts.model.is_causal:
-            built = fast.build_fast(parts, batches, phases)
-        else:
-            built = whole.build_whole(parts, phases)
-        return built
-
-    return build
 
 
 def prompt(length: int, seed: int) -> list[int]:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from loraplex.server.engine.plan import PlacedPicture
-from loraplex.server.model.steps.row_pictures import RowPictures
+from loraplex.server.model.steps.rows import RowPictures
 from tests.server.engine.scheduling.test_pictures import PICTURES, TOKEN
 
 FLAT = msgspec.structs.replace(PICTURES, is_flat=True)

@@ -13,7 +13,7 @@ from loraplex.server.model.families.registry import read_model
 from loraplex.server.model.linear.dense import DenseLinear
 from loraplex.server.model.linear.experts import ExpertsLinear, MoeWeights
 from loraplex.server.model.lora.sites import Site
-from loraplex.server.model.ops.experts_torch import routed
+from loraplex.server.model.ops.products_torch import routed
 from loraplex.server.model.spec.moe_spec import MoeSpec
 from tests.server.model.hub_models import SIZES
 

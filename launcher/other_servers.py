@@ -95,7 +95,9 @@ each request says `return_hidden_states` :: --enable-return-hidden-states
 each request says `return_routed_experts` :: --enable-return-routed-experts
 the route of a request says what is computed :: --runner --task --convert --is-embedding!
 the model's own files say how images are read, and requests hold them :: --limit-mm-* --mm-*
-  --media-io-kwargs --allowed-local-media-path
+  --media-io-kwargs --allowed-local-media-path --enable-multimodal --skip-mm-profiling
+  --keep-mm-feature-on-device! --disable-mm-preprocessor-cache --interleave-mm-strings!
+  --disable-fast-image-processor
 answers and their headers are as the API's page says :: --allow-credentials! --allowed-methods
   --allowed-headers --enable-prompt-tokens-details --enable-cache-report --enable-request-id-headers
   --disable-fastapi-docs --h11-*
@@ -109,6 +111,7 @@ the tokenizer is the model's own, as `--revision` says :: --tokenizer --tokenize
 weights are read from safetensors | auto safetensors :: --load-format
 change the model's `config.json` | {} :: --hf-overrides --rope-scaling --rope-theta
   --json-model-override-args --disable-sliding-window
+change the model's `preprocessor_config.json` | {} :: --mm-processor-kwargs
 defaults are of the model's `generation_config.json` | auto {} model :: --generation-config
   --override-generation-config --sampling-defaults
 say `--pooling` and `--normalize` :: --pooler-config

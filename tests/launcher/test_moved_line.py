@@ -66,6 +66,7 @@ def test_a_line_of_another_server_is_ours(words: tuple[str, ...], ours: str) -> 
         (("--max_cpu_loras=16",), "--host-adapter-memory"),
         (("--tool-call-parser", "hermes"), "--tool-format and --reasoning-format"),
         (("--disable-radix-cache",), "--disable-radix-cache has no effect"),
+        (("--mm-encoder-tp-mode", "data"), "the model's own files say how images are read"),
         (("--swap-space", "4"), "keep keys and values below the device"),
     ],
 )
@@ -82,6 +83,7 @@ def test_what_has_no_effect_is_said_once(words: tuple[str, ...], says: str) -> N
         (("--num-gpu-blocks-override=9",), "--kv-memory, in bytes"),
         (("--hf-token", "secret"), "set HF_TOKEN"),
         (("--load-format", "gguf"), "--load-format: weights are read from safetensors"),
+        (("--mm-processor-kwargs", '{"max_pixels": 9}'), "change the model's preprocessor_config"),
         (("--config", "f.yaml"), "--config: write its options as flags"),
         (("--enable-sleep-mode",), "--enable-sleep-mode: there is no such"),
         (("--lora-modules", '{"name": "a"}'), "--lora-modules: expected name and path"),

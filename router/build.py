@@ -23,7 +23,7 @@ from loraplex.router.config import RouterConfig, RouterConfigError
 from loraplex.router.files.disk_shelf import DiskShelf
 from loraplex.router.files.store import FileStore
 from loraplex.router.generation.answerer import Answerer
-from loraplex.router.generation.dispatcher import Dispatcher, DispatchLimits
+from loraplex.router.generation.dispatcher import Dispatcher
 from loraplex.router.generation.division import AnswerParts
 from loraplex.router.generation.prompts import PromptMakers
 from loraplex.router.generation.sequence import Retries
@@ -265,7 +265,7 @@ def _dispatcher(ground: _Ground, tokeniser: Tokeniser) -> Dispatcher:
         bases=ground.bases,
         catalog=ground.catalog,
         tokeniser=tokeniser,
-        limits=_dispatch_limits(ground.config),
+        config=ground.config,
         use=ground.use,
         pictures=ground.pictures,
         retries=_retries(ground.config),
@@ -360,16 +360,6 @@ def _idempotency(ground: _Ground) -> Idempotency:
         ground.config.idempotency_ttl_s,
         ground.body_limits,
         strict=ground.config.quota_outage == "closed",
-    )
-
-
-def _dispatch_limits(config: RouterConfig) -> DispatchLimits:
-    return DispatchLimits(
-        config.max_requests,
-        config.max_stream_buffer,
-        config.max_stream_buffer_bytes,
-        config.request_timeout_s,
-        config.share_prefixes,
     )
 
 

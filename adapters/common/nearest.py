@@ -5,13 +5,16 @@ from collections.abc import Callable, Iterable, Iterator
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789-_."
 _LONGEST = 64
+_ALIKE = 0.75
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """A known word that is one edit away, else one that is alike; None where none is."""
+    if len(word) > _LONGEST:
+        return None
     spelled = {other.lower(): other for other in known}
     close = one_edit_away(word.lower(), spelled.__contains__)
-    alike = difflib.get_close_matches(word.lower(), spelled, 1) if close is None else [close]
+    alike = [close] if close else difflib.get_close_matches(word.lower(), spelled, 1, _ALIKE)
     return spelled[alike[0]] if alike else None
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, get_args
 import msgspec
 from msgspec import Meta
 
-from loraplex.router.api.request.body import decode_body, require
+from loraplex.router.api.request.body import decode_body, require, whole_number
 from loraplex.router.call import RequestError
 from loraplex.router.policy.batch_limits import LEAST_EXPIRY_S, MOST_EXPIRY_S
 
@@ -203,7 +203,9 @@ def parse_form(fields: Mapping[str, str], usual_expiry_s: int) -> tuple[UploadPu
     if anchor is None and seconds is None:
         return purpose, usual_expiry_s
     require(anchor == "created_at", "expected 'created_at'", "expires_after[anchor]")
-    seconds_kept = _whole(seconds or "", LEAST_EXPIRY_S, MOST_EXPIRY_S, "expires_after[seconds]")
+    seconds_kept = whole_number(
+        seconds or "", LEAST_EXPIRY_S, MOST_EXPIRY_S, "expires_after[seconds]"
+    )
     return purpose, seconds_kept
 
 
@@ -211,20 +213,9 @@ def parse_list(query: Mapping[str, str], usual: int, most: int) -> ListQuery:
     """Reads which page of a list is wanted. Raises RequestError."""
     order = query.get("order", "desc")
     require(order in ("asc", "desc"), f"expected asc or desc, got {order[:80]!r}", "order")
-    limit = _whole(query.get("limit", str(usual)), 1, most, "limit")
+    limit = whole_number(query.get("limit", str(usual)), 1, most, "limit")
     newest_last: Order = "asc" if order == "asc" else "desc"
     return ListQuery(limit, query.get("after", ""), newest_last, query.get("purpose", ""))
-
-
-def _whole(text: str, least: int, most: int, param: str) -> int:
-    is_number = 0 < len(text) <= 12 and text.isascii() and text.isdigit()
-    number = int(text) if is_number else -1
-    require(
-        least <= number <= most,
-        f"expected a whole number from {least} to {most}, got {text[:80]!r}",
-        param,
-    )
-    return number
 
 
 def page_of(ids: Sequence[str], query: ListQuery) -> tuple[list[str], bool]:

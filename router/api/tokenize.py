@@ -15,7 +15,7 @@ from loraplex.router.api.openai.chat import request_of as chat_request
 from loraplex.router.api.openai.common import decode_openai
 from loraplex.router.api.openai.completions import CompletionsBody
 from loraplex.router.api.openai.completions import request_of as completions_request
-from loraplex.router.api.request.body import decode_plain, only_one_of, typed
+from loraplex.router.api.request.body import decode_plain, typed
 from loraplex.router.api.request.fields import NonNegative
 from loraplex.router.api.request.formatter import ApiLimits
 from loraplex.router.api.request.known_elsewhere import check_unknown_parts
@@ -27,7 +27,7 @@ from loraplex.server.protocol import ModelCard, SamplingParams
 MAX_TOKENIZED = 1 << 19
 
 Shape = Literal["inputs", "prompt", "messages"]
-_SHAPES: tuple[Shape, ...] = ("inputs", "prompt", "messages")
+SHAPES: tuple[Shape, ...] = ("inputs", "prompt", "messages")
 T = TypeVar("T", bound=msgspec.Struct)
 Text = Annotated[str, Meta(max_length=MAX_TOKENIZED)]
 
@@ -105,13 +105,6 @@ class IdsAsked(msgspec.Struct, frozen=True):
 
     call: GenerationCall
     with_strings: bool
-
-
-def shape_of(plain: Mapping[str, Any]) -> Shape:
-    """Finds which of the known shapes a body has. Raises RequestError unless it says one thing to
-    tokenise.
-    """
-    return only_one_of(plain, _SHAPES)
 
 
 def parse_inputs(plain: dict[str, Any]) -> tuple[str, bool]:

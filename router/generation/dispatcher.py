@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
@@ -25,6 +24,7 @@ from loraplex.router.call import (
     RequestError,
     adapter_field,
 )
+from loraplex.router.config import RouterConfig
 from loraplex.router.failures import Aborted, RequestQuarantined, Stopping, as_request_errors
 from loraplex.router.generation.body_reader import BodyReader, Read, Unread
 from loraplex.router.generation.generation import Generation
@@ -62,17 +62,6 @@ MOST_OF_ONE = 3 / 4
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class DispatchLimits:
-    """Limits for requests, from RouterConfig: see there."""
-
-    max_requests: int
-    max_stream_buffer: int
-    max_stream_buffer_bytes: int
-    request_timeout_s: float
-    share_prefixes: bool
-
-
 class Started(NamedTuple):
     """A request that is under way; its reader closes the generation."""
 
@@ -91,7 +80,7 @@ class Dispatcher:
         bases: Bases,
         catalog: Catalog,
         tokeniser: Tokeniser,
-        limits: DispatchLimits,
+        config: RouterConfig,
         use: AdapterUse,
         pictures: HeldPictures,
         retries: Retries,
@@ -108,7 +97,7 @@ class Dispatcher:
         self.reader = BodyReader(bases, catalog.rules)
         self._bases = bases
         self._catalog = catalog
-        self._limits = limits
+        self._config = config
         self._use = use
         self._retries = retries
 
@@ -123,7 +112,7 @@ class Dispatcher:
 
     @property
     def max_requests(self) -> int:
-        return self._limits.max_requests
+        return self._config.max_requests
 
     async def start(
         self, arrived: ArrivedRequest, charge: Charge, observer: RequestObserver
@@ -137,7 +126,7 @@ class Dispatcher:
         authorised, model = await self._begin(arrived, read)
         name = model.card.names[0]
         observer.asked(authorised.call, authorised.tenant, name, read.base.name)
-        deadline = asyncio.get_running_loop().time() + self._limits.request_timeout_s
+        deadline = asyncio.get_running_loop().time() + self._config.request_timeout_s
         with ExitStack() as held, as_request_errors(authorised.call.api):
             held.callback(observer.closed)
             charge.adapter = "" if authorised.adapter is None else OTHER
@@ -192,7 +181,7 @@ class Dispatcher:
 
         Raises RequestError.
         """
-        deadline = asyncio.get_running_loop().time() + self._limits.request_timeout_s
+        deadline = asyncio.get_running_loop().time() + self._config.request_timeout_s
         with ExitStack() as held, as_request_errors(authorised.call.api):
             self._count(held, authorised.caller)
             async with self._until(deadline):
@@ -264,7 +253,7 @@ class Dispatcher:
         """Counts a request among those that run. Raises RequestError when too many run: in all, of
         a tenant with keys, or of batches.
         """
-        tenant, most = caller.tenant, self._limits.max_requests
+        tenant, most = caller.tenant, self._config.max_requests
         if self.running >= most:
             raise RequestError("overloaded", f"{self.running} requests are being answered already")
         part = max(1, int(most * MOST_OF_ONE))
@@ -397,7 +386,7 @@ class Dispatcher:
             room=admitted.room,
             tenant=authorised.tenant,
             weight=authorised.caller.weight,
-            salt=_salt(authorised, self._limits.share_prefixes),
+            salt=_salt(authorised, self._config.share_prefixes),
             drafts=_salt(authorised, False) if authorised.call.drafts else None,
             session=authorised.session,
             places={
@@ -419,11 +408,12 @@ class Dispatcher:
     def _inbox(
         self, authorised: AuthorisedRequest, tokenised: TokenisedRequest, held: ExitStack
     ) -> Inbox:
-        limits = self._limits
         # The reader of a whole answer is this process, which reads as soon as it can.
         is_streamed = tokenised.call.stream
-        most = limits.max_stream_buffer * tokenised.num_sequences if is_streamed else sys.maxsize
-        inbox = Inbox(most, limits.max_stream_buffer_bytes)
+        most = (
+            self._config.max_stream_buffer * tokenised.num_sequences if is_streamed else sys.maxsize
+        )
+        inbox = Inbox(most, self._config.max_stream_buffer_bytes)
         self._inboxes.add(inbox)
         if not authorised.caller.is_batch:
             ids = frozenset((authorised.request_id, *authorised.call.rids))

@@ -140,7 +140,7 @@ class InfoRoutes:
             for name in base.listed
             if self._meant(name, caller) is base
         ]
-        shows_paths = self._is_operator(request)
+        shows_paths = self._gate.opens(request.headers)
         adapters = [self._adapter_object(one, shows_paths) for one in self._good(caller)]
         return json_response(ModelList([*bases, *adapters]))
 
@@ -158,7 +158,7 @@ class InfoRoutes:
             if one.is_broken:
                 message = f"adapter {name!r} cannot be served: {one.error}"
                 raise RequestError("adapter_invalid", message, param="model")
-            return json_response(self._adapter_object(one, self._is_operator(request)))
+            return json_response(self._adapter_object(one, self._gate.opens(request.headers)))
         close = one_edit_away(name, lambda other: rules.usable(other, caller) is not None)
         hint = did_you_mean(close)
         raise RequestError("adapter_not_found", f"no model {name[:200]!r}{hint}", param="model")
@@ -178,12 +178,6 @@ class InfoRoutes:
         """
         base = self._service.bases.named(name)
         return base if base is not None and caller.may_use(base.names) else None
-
-    def _is_operator(self, request: Request) -> bool:
-        headers = request.headers
-        return self._gate.opens(
-            headers.get("authorization"), headers.get("origin"), headers.get("host")
-        )
 
     def _adapters(self, caller: Caller) -> list[Registration]:
         """Lists registered adapters that the caller may use."""

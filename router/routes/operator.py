@@ -2,7 +2,7 @@
 
 import hashlib
 import hmac
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -34,14 +34,14 @@ class AdminGate:
         self._key = _digest(config.admin_key) if config.admin_key else None
         self._is_local = is_loopback(config.host)
 
-    def check(self, authorization: str | None, origin: str | None, host: str | None) -> None:
-        """Checks that a request may use the operator's routes. host: that header. Raises
+    def check(self, headers: Mapping[str, str]) -> None:
+        """Checks that a request may use the operator's routes. headers: in lower case. Raises
         RequestError: unauthorized (401), forbidden (403).
         """
         if self._key is None:
-            self._check_open(origin, host)
+            self._check_open(headers.get("origin"), headers.get("host"))
             return
-        scheme, _, given = (authorization or "").partition(" ")
+        scheme, _, given = headers.get("authorization", "").partition(" ")
         is_right = hmac.compare_digest(_digest(given.strip()), self._key)
         if scheme.lower() != "bearer" or not given.strip():
             message = "this route wants the admin key, as `Authorization: Bearer KEY`: none came"
@@ -49,10 +49,10 @@ class AdminGate:
         if not is_right:
             raise RequestError("unauthorized", "the key is wrong: this route wants the admin key")
 
-    def opens(self, authorization: str | None, origin: str | None, host: str | None) -> bool:
+    def opens(self, headers: Mapping[str, str]) -> bool:
         """Checks whether `check` lets this request in."""
         try:
-            self.check(authorization, origin, host)
+            self.check(headers)
         except RequestError:
             return False
         return True
@@ -111,8 +111,7 @@ class OperatorRoutes:
         """Checks that a request may use the operator's routes. Raises RequestError (unauthorized,
         forbidden).
         """
-        headers = request.headers
-        self._gate.check(headers.get("authorization"), headers.get("origin"), headers.get("host"))
+        self._gate.check(request.headers)
 
     async def _admit(self, request: Request, right: Right | None) -> None:
         """Checks that a request comes from the operator, or from a key with the right. A key's

@@ -12,11 +12,12 @@ from starlette.responses import Response
 
 from loraplex.router.api.messages.request import TokenCount, parse_count
 from loraplex.router.api.openai import chat, completions
-from loraplex.router.api.request.body import decode_plain
+from loraplex.router.api.request.body import decode_plain, only_one_of
 from loraplex.router.api.request.fields import MAX_INT32
 from loraplex.router.api.request.formatter import ApiRequest
 from loraplex.router.api.request.pictures import lie_elsewhere
 from loraplex.router.api.tokenize import (
+    SHAPES,
     DetokenizedText,
     IdsAsked,
     TokenizedPrompt,
@@ -25,13 +26,12 @@ from loraplex.router.api.tokenize import (
     parse_inputs,
     parse_messages,
     parse_prompt,
-    shape_of,
     tokenizer_info,
 )
 from loraplex.router.call import GenerationCall
 from loraplex.router.generation.body_reader import ParseBody, Read, Unread
 from loraplex.router.generation.prompts import Prompt, check_ids, resolve_sampling
-from loraplex.router.http.body import BodyLimits, read_json_body
+from loraplex.router.http.body import read_json_body
 from loraplex.router.http.long_answer import LongAnswer
 from loraplex.router.routes.info import json_response
 from loraplex.router.service import Service
@@ -50,8 +50,7 @@ class TokenizeRoutes:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        config = service.config
-        self._body_limits = BodyLimits(config.max_body_bytes, config.body_timeout_s)
+        self._body_limits = service.answerer.body_limits
         self.render_chat = partial(self._render, parse=chat.parse, prefix="chatcmpl")
         self.render_texts = partial(self._render, parse=completions.parse, prefix="cmpl")
 
@@ -63,7 +62,7 @@ class TokenizeRoutes:
         body = await read_json_body(request, self._body_limits)
         base = self._service.bases.likeliest.require_for(caller)
         plain = await base.turns.parsed(body, decode_plain)
-        shape = shape_of(plain)
+        shape = only_one_of(plain, SHAPES)
         if shape == "inputs":
             return await _spans(plain, self._service.bases.first.require_for(caller))
         request.state.dialect = "openai"

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from loraplex.adapters.common.nearest import nearest
 from loraplex.router.api.lorax.generated import LoraxFormatter, LoraxOptions
 from loraplex.router.api.openai.common import OpenAIBody
 from loraplex.router.api.request.body import decode_plain, require, typed
@@ -22,7 +23,7 @@ from loraplex.router.api.request.fields import (
     with_fields,
 )
 from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
-from loraplex.router.api.request.known_elsewhere import ALIASES, ELSEWHERE, Elsewhere, nearest, same
+from loraplex.router.api.request.known_elsewhere import ALIASES, ELSEWHERE, Elsewhere, same
 from loraplex.router.api.request.shapes import check_ends, format_shape, only_shape
 from loraplex.router.call import (
     BASE_PLACEHOLDERS,
@@ -104,7 +105,7 @@ def _refuse(name: str, value: Any, parameters: dict[str, Any], known: Collection
     instead = _instead(name)
     if instead is not None:
         raise RequestError("unsupported", f"`{name}` is {instead}", param=name)
-    shown, likely = name[:100], nearest(name, known)
+    shown, likely = name[:100], nearest(name.replace("-", "_"), known)
     meant = f"; did you mean `{likely}`?" if likely else ""
     raise RequestError("unknown_parameter", f"`{shown}`: unknown parameter{meant}", param=shown)
 

@@ -3,18 +3,15 @@
 The servers are vLLM, SGLang, TGI, LoRAX and OpenAI itself. A value that asks for nothing passes.
 """
 
-import difflib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
+from loraplex.adapters.common.nearest import nearest
 from loraplex.router.api.request.body import require, typed
 from loraplex.router.call import RequestError
 
-# Longer names are no misspellings of a field.
-_LONGEST_NAME = 64
-_ALIKE = 0.75
 _SHOWN = 100
 _EMPTY: tuple[Any, ...] = (False, "", [], {})
 
@@ -197,19 +194,10 @@ def unrecognised(name: str, known: Iterable[str], where: str = "") -> RequestErr
     parent.
     """
     shown = f"{where}{name}"[:_SHOWN]
-    likely = nearest(name, known)
+    likely = nearest(name.replace("-", "_"), known)
     meant = f"; did you mean `{where}{likely}`?" if likely else ""
     message = f"Unrecognized request argument supplied: {shown}{meant}"
     return RequestError("unknown_parameter", message, param=shown)
-
-
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Finds the known field of which a name may be a misspelling."""
-    if len(name) > _LONGEST_NAME:
-        return None
-    spelled = name.lower().replace("-", "_")
-    found = difflib.get_close_matches(spelled, list(known), n=1, cutoff=_ALIKE)
-    return found[0] if found else None
 
 
 # Other servers' names of fields -> their names here.

@@ -12,7 +12,7 @@ from loraplex.router.routes.operator import AdminGate
     [None, "localhost", "LOCALHOST:8080", "127.0.0.1:80", "127.1.2.3", "[::1]:8080", "[::1]"],
 )
 def test_this_machine_may(host: str | None) -> None:
-    AdminGate(RouterConfig()).check(None, None, host)
+    AdminGate(RouterConfig()).check({} if host is None else {"host": host})
 
 
 @pytest.mark.parametrize(
@@ -21,9 +21,10 @@ def test_this_machine_may(host: str | None) -> None:
 )
 def test_a_page_that_took_a_name_to_this_machine_may_not(host: str) -> None:
     with pytest.raises(RequestError) as refused:
-        AdminGate(RouterConfig()).check(None, None, host)
+        AdminGate(RouterConfig()).check({"host": host})
     assert refused.value.cause == "forbidden"
 
 
 def test_with_a_key_the_name_does_not_matter() -> None:
-    AdminGate(RouterConfig(admin_key="k")).check("Bearer k", "http://evil.example", "evil.example")
+    headers = {"origin": "http://evil.example", "host": "evil.example"}
+    AdminGate(RouterConfig(admin_key="k")).check({"authorization": "Bearer k", **headers})

@@ -5,7 +5,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import TypeVar
 
 from loraplex.adapters.common import extras
@@ -113,7 +112,8 @@ def fail(sentence: str, code: int) -> None:
 
 def _parser() -> Parser:
     parser = Parser(prog="loraplex", description=ABOUT)
-    parser.add_argument("--version", action="version", version=f"loraplex {_version()}")
+    release = extras.installed("loraplex") or "(from a checkout)"
+    parser.add_argument("--version", action="version", version=f"loraplex {release}")
     parser.set_defaults(extra="serve")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     serve = commands.add_parser(
@@ -249,13 +249,6 @@ def _add_adapter(commands: "argparse._SubParsersAction[Parser]") -> None:
         parser.set_defaults(command=_adapter, action=name, extra=extra)
     for name, talker in lifecycle_commands.add_commands(actions).items():
         talker.set_defaults(command=_lifecycle, action=name)
-
-
-def _version() -> str:
-    try:
-        return version("loraplex")
-    except PackageNotFoundError:
-        return "(from a checkout)"
 
 
 # Commands import what they need when they run: --help is quick, and a router needs no torch.

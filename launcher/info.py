@@ -3,7 +3,6 @@ torch nor a kernel."""
 
 import os
 import platform
-from importlib.metadata import PackageNotFoundError, version
 
 import msgspec
 
@@ -54,7 +53,7 @@ class MachineFacts(msgspec.Struct, frozen=True):
 def gather() -> MachineFacts:
     devices, build = cuda_devices(), torch_build()
     chosen = choose_device("auto", devices, build)
-    libraries = {name: installed(name) for name in LIBRARIES}
+    libraries = {name: extras.installed(name) for name in LIBRARIES}
     if build is not None:
         libraries["torch"] = build.version
     gpus = tuple(
@@ -69,7 +68,7 @@ def gather() -> MachineFacts:
     )
     on_gpu = chosen.kind == "cuda"
     return MachineFacts(
-        loraplex=installed("loraplex") or "(from a checkout)",
+        loraplex=extras.installed("loraplex") or "(from a checkout)",
         python=platform.python_version(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         cpus=len(os.sched_getaffinity(0)),
@@ -89,13 +88,6 @@ def gather() -> MachineFacts:
         ),
         families={name: known.covers for name, known in served_families().items()},
     )
-
-
-def installed(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
 
 
 def _dtype(on_gpu: bool, has_bfloat16: bool) -> str:

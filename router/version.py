@@ -1,13 +1,5 @@
 """The release's version."""
 
-from importlib.metadata import PackageNotFoundError, version
+from loraplex.adapters.common.extras import installed
 
-
-def _version() -> str:
-    try:
-        return version("loraplex")
-    except PackageNotFoundError:
-        return "0 (from a checkout)"
-
-
-VERSION = _version()
+VERSION = installed("loraplex") or "0 (from a checkout)"

@@ -4,7 +4,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, requires
+from importlib.metadata import PackageNotFoundError, requires, version
 
 _DISTRIBUTION = "loraplex"
 _REQUIREMENT = re.compile(r"([\w.-]+)(?:\[([\w,.\s-]+)\])?")
@@ -36,6 +36,14 @@ def require(module: str) -> None:
     """
     if importlib.util.find_spec(module) is None:
         raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+
+def installed(distribution: str) -> str | None:
+    """The version of a distribution; None = it is not installed."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
 
 
 def brought_by_extras() -> dict[str, set[str]]:

@@ -16,12 +16,12 @@ import re
 import sys
 import tarfile
 from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from loraplex.adapters.common.extras import installed
 from loraplex.adapters.errors import CommandError
 from loraplex.server.kernels.launch.sources import sources_digest
 from loraplex.server.worker.process.device import cuda_devices, torch_build
@@ -191,16 +191,9 @@ def _made(gpu: str) -> BuiltWith:
         kernels=sources_digest(),
         torch=build.version if build else None,
         cuda=build.cuda if build else None,
-        triton=_version("triton"),
-        flashinfer=_version("flashinfer-python"),
+        triton=installed("triton"),
+        flashinfer=installed("flashinfer-python"),
     )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _hashes(contents: Mapping[str, bytes]) -> dict[str, str]:

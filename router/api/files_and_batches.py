@@ -38,6 +38,9 @@ class FileObject(msgspec.Struct, frozen=True):
     status_details: None = None
     object: Literal["file"] = "file"
 
+    def has_expired(self, now: float) -> bool:
+        return self.expires_at is not None and self.expires_at <= now
+
 
 class FileList(msgspec.Struct, frozen=True):
     """Page of a caller's files. first_id, last_id: of `data`; null when it is empty."""

@@ -25,7 +25,7 @@ from loraplex.router.batches.state import BatchState
 from loraplex.router.call import RequestError
 from loraplex.router.files.disk import off_loop
 from loraplex.router.files.store import FileStore
-from loraplex.router.files.stored_file import BATCH_ID, FILE_ID, StorageLimits, StoredFile, new_id
+from loraplex.router.files.stored_file import BATCH_ID, FILE_ID, StorageLimits, new_id
 from loraplex.router.files.upload import Uploads
 from loraplex.router.tenancy.keys import Caller
 
@@ -50,18 +50,15 @@ class BatchDesk:
         found = await off_loop(self._files, caller.tenant)
         wanted = {file.id: file for file in found if query.purpose in ("", file.purpose)}
         ids, has_more = page_of([*wanted], query)
-        shown = [wanted[file_id].shown for file_id in ids]
-        return FileList(shown, *_ends(ids), has_more=has_more)
+        data = [wanted[file_id] for file_id in ids]
+        return FileList(data, *_ends(ids), has_more=has_more)
 
-    def _files(self, tenant: str) -> list[StoredFile]:
+    def _files(self, tenant: str) -> list[FileObject]:
         found = [self.store.find(tenant, file_id) for file_id in self.store.ids(tenant)]
         now = time.time()
-        return [file for file in found if file is not None and file.expires_at > now]
+        return [file for file in found if file is not None and not file.has_expired(now)]
 
     async def file(self, caller: Caller, file_id: str) -> FileObject:
-        return (await self.stored_file(caller, file_id)).shown
-
-    async def stored_file(self, caller: Caller, file_id: str) -> StoredFile:
         return await off_loop(self.store.get, caller.tenant, file_id)
 
     async def delete(self, caller: Caller, file_id: str) -> DeletedFile:

@@ -12,6 +12,7 @@ from typing import Literal
 
 import msgspec
 
+from loraplex.router.api.files_and_batches import FileObject
 from loraplex.router.batches.folder import BatchFolder
 from loraplex.router.batches.inside import InsideAnswer
 from loraplex.router.batches.row_shares import RowShares
@@ -19,7 +20,7 @@ from loraplex.router.batches.state import BatchEnd, BatchState
 from loraplex.router.call import RequestError
 from loraplex.router.files.disk import off_loop
 from loraplex.router.files.store import FileStore
-from loraplex.router.files.stored_file import StorageLimits, StoredFile
+from loraplex.router.files.stored_file import StorageLimits
 from loraplex.router.lines.errors import BatchError
 from loraplex.router.lines.gate import Gate
 from loraplex.router.lines.index import BatchInput
@@ -376,7 +377,7 @@ class BatchRun:
         if not nbytes:
             return False
         now = int(time.time())
-        file = StoredFile(
+        file = FileObject(
             id=file_id,
             bytes=nbytes,
             created_at=now,

@@ -17,13 +17,13 @@ from pathlib import Path
 import msgspec
 
 from loraplex.adapters.common.disk import sync_path
+from loraplex.router.api.files_and_batches import FileObject
 from loraplex.router.call import RequestError
 from loraplex.router.files.disk import TEMPORARY, names_in, read_if_there, write_whole
 from loraplex.router.files.stored_file import (
     FILE_ID,
     StorageLimits,
     StoredAmount,
-    StoredFile,
     ids_of,
     is_id,
 )
@@ -34,7 +34,7 @@ _NOTE, _CONTENT, _PART = ".json", ".jsonl", ".part"
 _LEFT_S = 86400.0
 # Some programs remove a file system's last space at their peril.
 _SPARE_BYTES = 64 << 20
-_read_note = msgspec.json.Decoder(StoredFile).decode
+_read_note = msgspec.json.Decoder(FileObject).decode
 
 
 class FileStore:
@@ -56,18 +56,18 @@ class FileStore:
     def ids(self, tenant: str) -> list[str]:
         return ids_of(names_in(self._folder(tenant)), FILE_ID, _NOTE)
 
-    def find(self, tenant: str, file_id: str) -> StoredFile | None:
+    def find(self, tenant: str, file_id: str) -> FileObject | None:
         if not is_id(FILE_ID, file_id):
             return None
         note = read_if_there(self._folder(tenant) / f"{file_id}{_NOTE}")
         return None if note is None else _read_note(note)
 
-    def get(self, tenant: str, file_id: str, param: str | None = None) -> StoredFile:
+    def get(self, tenant: str, file_id: str, param: str | None = None) -> FileObject:
         """Returns a tenant's file. Raises RequestError (file_not_found), also for one that has
         expired.
         """
         found = self.find(tenant, file_id)
-        if found is None or found.expires_at <= time.time():
+        if found is None or found.has_expired(time.time()):
             raise RequestError("file_not_found", f"no file {file_id[:80]!r}", param=param)
         return found
 
@@ -99,7 +99,7 @@ class FileStore:
         self._folder(tenant).mkdir(parents=True, exist_ok=True)
         return self._folder(tenant) / f"{file_id}{_PART}"
 
-    def keep(self, tenant: str, written: Path, file: StoredFile) -> None:
+    def keep(self, tenant: str, written: Path, file: FileObject) -> None:
         """Make the written bytes the content of a file.
 
         A step that a crash broke off may have done so already.
@@ -111,7 +111,7 @@ class FileStore:
             written.rename(content)
         self._note(tenant, file)
 
-    def _note(self, tenant: str, file: StoredFile) -> None:
+    def _note(self, tenant: str, file: FileObject) -> None:
         write_whole(self._folder(tenant) / f"{file.id}{_NOTE}", msgspec.json.encode(file))
 
     def delete(self, tenant: str, file_id: str) -> None:
@@ -124,7 +124,7 @@ class FileStore:
         gone = 0
         for file_id in self.ids(tenant):
             file = self.find(tenant, file_id)
-            if file is not None and file.expires_at <= now and file_id not in in_use:
+            if file is not None and file.has_expired(now) and file_id not in in_use:
                 self.delete(tenant, file_id)
                 gone += 1
         for name in names_in(self._folder(tenant)):

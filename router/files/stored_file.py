@@ -1,4 +1,4 @@
-"""A stored file as it is noted beside its content, and how much a tenant may store. Pure."""
+"""Ids of what tenants store, and how much a tenant may store. Pure."""
 
 import re
 from collections.abc import Sequence
@@ -6,7 +6,6 @@ from pathlib import PurePosixPath
 
 import msgspec
 
-from loraplex.router.api.files_and_batches import FileObject, FilePurpose
 from loraplex.router.call import RequestError
 
 FILE_ID = "file-"
@@ -14,28 +13,6 @@ BATCH_ID = "batch_"
 RESPONSE_ID = "resp_"
 _ID = re.compile(rf"(?:{FILE_ID}|{BATCH_ID}|{RESPONSE_ID})[0-9a-f]{{24}}")
 _MAX_NAME = 255
-
-
-class StoredFile(msgspec.Struct, frozen=True):
-    """A stored file. Times are Unix seconds."""
-
-    id: str
-    bytes: int
-    created_at: int
-    expires_at: int
-    filename: str
-    purpose: FilePurpose
-
-    @property
-    def shown(self) -> FileObject:
-        return FileObject(
-            id=self.id,
-            bytes=self.bytes,
-            created_at=self.created_at,
-            expires_at=self.expires_at,
-            filename=self.filename,
-            purpose=self.purpose,
-        )
 
 
 class StoredAmount(msgspec.Struct, frozen=True):

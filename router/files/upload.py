@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from starlette.requests import Request
 
-from loraplex.router.api.files_and_batches import FORM_FIELDS, parse_form
+from loraplex.router.api.files_and_batches import FORM_FIELDS, FileObject, parse_form
 from loraplex.router.api.request.body import require
 from loraplex.router.call import RequestError
 from loraplex.router.files.disk import off_loop
@@ -24,7 +24,7 @@ from loraplex.router.files.multipart import (
     boundary_of,
 )
 from loraplex.router.files.store import FileStore
-from loraplex.router.files.stored_file import FILE_ID, StorageLimits, StoredFile, name_of, new_id
+from loraplex.router.files.stored_file import FILE_ID, StorageLimits, name_of, new_id
 from loraplex.router.http.body import ClientGone
 
 # What is gathered before it is written.
@@ -54,7 +54,7 @@ class Uploads:
         self._limits = limits
         self._open = 0
 
-    async def receive(self, request: Request, tenant: str, room: StorageLimits) -> StoredFile:
+    async def receive(self, request: Request, tenant: str, room: StorageLimits) -> FileObject:
         """Stores the file of an upload. Raises RequestError, ClientGone; then nothing is left of
         the file.
         """
@@ -66,7 +66,7 @@ class Uploads:
         finally:
             self._open -= 1
 
-    async def _receive(self, request: Request, tenant: str, room: StorageLimits) -> StoredFile:
+    async def _receive(self, request: Request, tenant: str, room: StorageLimits) -> FileObject:
         try:
             reader = FormReader(boundary_of(request.headers.get("content-type", "")))
         except FormError as error:
@@ -85,7 +85,7 @@ class Uploads:
             await off_loop(self._store.check_room, tenant, room, 1, 0)
             name = name_of(form.filename)
             created = int(now)
-            stored = StoredFile(file_id, form.nbytes, created, created + expiry_s, name, purpose)
+            stored = FileObject(file_id, form.nbytes, created, created + expiry_s, name, purpose)
             await off_loop(self._store.keep, tenant, path, stored)
             return stored
         finally:

@@ -32,6 +32,7 @@ from loraplex.router.names.served import (
     merge_of,
 )
 from loraplex.router.policy.rollout import Content
+from loraplex.router.shared_work import SharedWork
 from loraplex.router.tenancy.keys import Caller
 from loraplex.router.tenancy.scope import opens
 
@@ -192,7 +193,7 @@ class Catalog:
         self._load = load
         self._clock = clock
         self._outcomes = NewestKept[_Key, _Outcome](MAX_CACHED)
-        self._resolving: dict[_Key, asyncio.Task[_Outcome]] = {}
+        self._resolving = SharedWork[_Key, _Outcome]()
 
     async def resolve(
         self, choice: AdapterChoice | MergedChoice, sticky: str = ""
@@ -417,15 +418,9 @@ class Catalog:
         )
 
     async def _resolve_once(self, key: _Key, token: Secret | None) -> _Outcome:
-        task = self._resolving.get(key)
-        if task is None:
-            if len(self._resolving) >= MAX_RESOLVING:
-                raise AdapterError("unavailable", "too many adapters are being resolved", (), 2.0)
-            task = asyncio.create_task(self._settle(key, token))
-            self._resolving[key] = task
-            task.add_done_callback(lambda _: self._resolving.pop(key, None))
-        # Shielded: a caller who leaves does not take the adapter away from the others.
-        return await asyncio.shield(task)
+        if key not in self._resolving and len(self._resolving) >= MAX_RESOLVING:
+            raise AdapterError("unavailable", "too many adapters are being resolved", (), 2.0)
+        return await self._resolving.run(key, lambda: self._settle(key, token))
 
     async def _settle(self, key: _Key, token: Secret | None) -> _Outcome:
         outcome = await self._fetch(key, token)

@@ -29,6 +29,7 @@ from loraplex.router.call import RequestError
 from loraplex.router.generation.dispatcher import Dispatcher
 from loraplex.router.names.catalog import Catalog
 from loraplex.router.operations.declarations import Declarations
+from loraplex.router.shared_work import SharedWork
 from loraplex.router.telemetry.caller_errors import CallerErrors
 from loraplex.router.version import VERSION
 from loraplex.router.workers.base_model import BaseModel
@@ -69,7 +70,7 @@ class FleetWatch:
         self._watchers = 0
         self._latest: FleetObject | None = None
         self._looked_at = 0.0
-        self._looking: asyncio.Task[FleetObject] | None = None
+        self._looking = SharedWork[None, FleetObject]()
         # What was made of a value, kept as long as the value stays the same.
         self._places: dict[str, tuple[tuple[AdapterPlace, ...], tuple[PlaceObject, ...]]] = {}
         self._registered: tuple[int, tuple[RegisteredObject, ...]] = (-1, ())
@@ -97,15 +98,7 @@ class FleetWatch:
         now = asyncio.get_running_loop().time()
         if self._latest is not None and now - self._looked_at < LOOK_EVERY_S / 2:
             return self._latest
-        if self._looking is None:
-            self._looking = asyncio.create_task(self._look())
-            self._looking.add_done_callback(self._looked)
-        return await asyncio.shield(self._looking)
-
-    def _looked(self, task: asyncio.Task[FleetObject]) -> None:
-        self._looking = None
-        if not task.cancelled():
-            task.exception()  # whoever waited may have left: it counts as seen
+        return await self._looking.run(None, self._look)
 
     async def _look(self) -> FleetObject:
         looks = [asyncio.ensure_future(s.pictures.look()) for s in self._roster.sessions]

@@ -1,13 +1,13 @@
 """Finishes unloads whose router was stopped or died."""
 
-import asyncio
 import contextlib
 
 from loraplex.adapters.errors import AdapterError
+from loraplex.router.background import every
 from loraplex.router.names.aliases import Aliases
 from loraplex.router.names.owned_name import OwnedName
 from loraplex.router.operations.admin import AdapterAdmin
-from loraplex.router.shared.store import Store, StoreDown
+from loraplex.router.shared.store import Store
 from loraplex.router.tenancy.admission import ROUTERS
 
 # Longer than routers take to say again that they are there, when the store has lost it.
@@ -27,10 +27,7 @@ class OrphanedUnloads:
 
     async def run(self) -> None:
         """Takes over unloads of dead routers until cancelled."""
-        while True:
-            await asyncio.sleep(TICK_S)
-            with contextlib.suppress(StoreDown):
-                await self.step()
+        await every(TICK_S, self.step)
 
     async def step(self) -> None:
         """Takes over each unload whose router was also missing at the last look. Raises

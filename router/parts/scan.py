@@ -74,6 +74,12 @@ class Scan:
         if text:
             self._calls.append(CallDelta(self._count - 1, None, text))
 
+    def all_arguments(self) -> "Steps[None]":
+        """Adds all that still comes to the arguments."""
+        while (yield from self.peek()):
+            self.at = len(self.buffer)
+            self.arguments()
+
     def since(self, offset: int) -> str:
         """The characters read from `start + offset` on. Offsets last until `start` moves."""
         return self.buffer[self.start + offset : self.at]

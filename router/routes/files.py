@@ -70,7 +70,7 @@ class FileRoutes:
             self._check_origin(request)
             room = desk.room_of(caller.tenant)
             stored = await desk.uploads.receive(request, caller.tenant, room)
-            return json_response(stored.shown)
+            return json_response(stored)
         query = parse_list(request.query_params, MAX_FILES_LISTED, MAX_FILES_LISTED)
         return json_response(await desk.files(caller, query))
 
@@ -96,7 +96,7 @@ class FileRoutes:
         return json_response(await desk.file(caller, file_id))
 
     async def _content(self, desk: BatchDesk, caller: Caller, request: Request) -> Response:
-        stored = await desk.stored_file(caller, request.path_params["id"])
+        stored = await desk.file(caller, request.path_params["id"])
         path = desk.store.content(caller.tenant, stored.id)
         is_text = stored.purpose in ("batch", "batch_output")
         kind = "text/plain" if is_text else "application/octet-stream"

@@ -5,12 +5,12 @@ of a row wins, so their order does not matter. Deleted rows stay as empty ones.
 """
 
 import asyncio
-import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Generic, Protocol, TypeVar
 
-from loraplex.router.shared.store import Row, Store, StoreDown, TableFull, life_of
+from loraplex.router.background import every
+from loraplex.router.shared.store import Row, Store, TableFull, life_of
 
 REFRESH_S = 1.0
 # Rows that are taken over before others have their turn: about 10 ms.
@@ -95,10 +95,7 @@ class Replica(Generic[T]):
 
     async def run(self) -> None:
         """Follows the store until cancelled."""
-        while True:
-            with contextlib.suppress(StoreDown):
-                await self.refresh()
-            await asyncio.sleep(REFRESH_S)
+        await every(REFRESH_S, self.refresh)
 
     async def refresh(self) -> None:
         """Brings the copy up to date with what was written before the call. Raises StoreDown."""

@@ -7,12 +7,13 @@ admits nobody who has quotas, `local-share` counts here, against this router's s
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import msgspec
 
 from loraplex.adapters.common.newest import NewestKept
+from loraplex.router.background import every
 from loraplex.router.call import RequestError
 from loraplex.router.policy.quota import Ask, Reason, Standing, Subject, Verdict, share
 from loraplex.router.shared.memory_store import MemoryStore
@@ -134,20 +135,14 @@ class Admission:
     async def run(self) -> None:
         """Renews what runs, and shows other routers that this one is there, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._keep(self._renew, RENEW_S))
-            tasks.create_task(self._keep(self._enlist, _ENLIST_S))
+            tasks.create_task(every(RENEW_S, self._renew))
+            tasks.create_task(every(_ENLIST_S, self._enlist))
 
     async def close(self) -> None:
         """Reports ended requests; this router is no longer counted."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
         with contextlib.suppress(StoreDown):
             await self._store.unlease(ROUTERS, self._router_id)
-
-    async def _keep(self, work: Callable[[], Awaitable[None]], period_s: float) -> None:
-        while True:
-            with contextlib.suppress(StoreDown):
-                await work()
-            await asyncio.sleep(period_s)
 
     async def _renew(self) -> None:
         for store in (self._local, self._store):

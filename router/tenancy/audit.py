@@ -1,13 +1,13 @@
 """Operators' actions: a line of JSON in the log each, and the newest of them in the store."""
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import deque
 
 import msgspec
 
+from loraplex.router.background import every
 from loraplex.router.shared.records import readable
 from loraplex.router.shared.store import Store, StoreDown
 from loraplex.router.tenancy.records import AuditRecord
@@ -43,10 +43,7 @@ class Audit:
         return readable(entries, AuditRecord)
 
     async def run(self) -> None:
-        while True:
-            await asyncio.sleep(FLUSH_S)
-            with contextlib.suppress(StoreDown):
-                await self.flush()
+        await every(FLUSH_S, self.flush)
 
     async def flush(self) -> None:
         """Writes the records that wait to the store. Raises StoreDown."""

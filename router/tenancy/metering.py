@@ -14,6 +14,7 @@ from typing import NoReturn
 import msgspec
 from msgspec import UNSET
 
+from loraplex.router.background import every
 from loraplex.router.call import RequestError
 from loraplex.router.policy.prices import FREE, Price, PriceTable, Receipt, Spent
 from loraplex.router.policy.quota import Ask, Subject, Verdict
@@ -85,10 +86,7 @@ class Metering:
         """Writes what was used to the store, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.admission.run())
-            while True:
-                await asyncio.sleep(FLUSH_S)
-                with contextlib.suppress(StoreDown):
-                    await self.flush()
+            await every(FLUSH_S, self.flush)
 
     async def close(self) -> None:
         await self.admission.close()

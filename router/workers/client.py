@@ -37,18 +37,10 @@ _STABLE_S = 10.0  # a connection that held so long starts the back-off anew
 
 
 class Courier(Protocol):
-    """Brings the files of uploads to workers."""
+    """Brings the files of uploads, or of pictures, to workers."""
 
     async def deliver(self, worker: str, secret: str, digests: Sequence[str]) -> None:
-        """Sends uploads to a worker's HTTP address. Raises AdapterError."""
-        ...
-
-
-class PictureCourier(Protocol):
-    """Brings the files of pictures to workers."""
-
-    async def deliver(self, worker: str, secret: str, digests: Sequence[str]) -> None:
-        """Sends pictures to a worker's HTTP address. Raises NotBrought."""
+        """Sends files to a worker's HTTP address. Raises AdapterError."""
         ...
 
 
@@ -95,7 +87,7 @@ class WorkerClient:
         cards: CardStore,
         listener: WorkerListener,
         courier: Courier,
-        pictures: PictureCourier,
+        pictures: Courier,
     ) -> None:
         self.url = url.rstrip("/")
         self.session: WorkerSession | None = None

@@ -1,11 +1,10 @@
 """Finds the workers that enlisted themselves in the shared store."""
 
-import asyncio
-import contextlib
 import logging
 
 from loraplex.adapters.common.worker_record import GROUP, verified
-from loraplex.router.shared.store import Store, StoreDown
+from loraplex.router.background import every
+from loraplex.router.shared.store import Store
 from loraplex.router.workers.connections import Connections
 
 logger = logging.getLogger(__name__)
@@ -28,10 +27,7 @@ class Discovery:
         """Looks for workers until cancelled. While the store does not answer, the workers are those
         known last.
         """
-        while True:
-            with contextlib.suppress(StoreDown):
-                await self.look()
-            await asyncio.sleep(PERIOD_S)
+        await every(PERIOD_S, self.look)
 
     async def look(self) -> None:
         """Reads which workers are enlisted, and connects to them. Raises StoreDown."""

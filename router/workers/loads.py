@@ -3,11 +3,13 @@
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 from loraplex.adapters.common.newest import NewestKept
 from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.manifest import AdapterManifest
 from loraplex.router.names.served import Merge, Origin, uploads_of
+from loraplex.router.shared_work import SharedWork
 from loraplex.server.protocol import (
     AdapterLoad,
     AdapterMerge,
@@ -23,7 +25,6 @@ MAX_REMEMBERED_ADAPTERS = 1 << 16
 
 # Sends a worker the files of uploads, by their digests. Raises AdapterError.
 Supply = Callable[[Sequence[str]], Awaitable[None]]
-_Admission = tuple[str, Origin, str | None]
 
 
 class ProtocolFault(Exception):
@@ -42,18 +43,13 @@ class ConnectionLoads:
         self._send = send
         self._supply = supply
         self._loads: dict[str, asyncio.Future[AdapterManifest]] = {}
-        self._admitting: dict[_Admission, asyncio.Future[AdapterManifest]] = {}
+        self._admitting = SharedWork[tuple[str, Origin, str | None], AdapterManifest]()
         self._next_load = 0
 
     async def admit(self, origin: Origin, token: str | None, digest: str) -> None:
         """Lets the worker have this content; callers with the same credential share one load."""
-        key = (digest, origin, token)
-        pending = self._admitting.get(key)
-        if pending is None:
-            pending = asyncio.ensure_future(self.load(origin, token, digest))
-            self._admitting[key] = pending
-            pending.add_done_callback(lambda done: self._end_admission(key, done))
-        await asyncio.shield(pending)
+        load = partial(self.load, origin, token, digest)
+        await self._admitting.run((digest, origin, token), load)
 
     async def load(
         self, origin: Origin, token: str | None, expected_digest: str | None = None
@@ -118,11 +114,6 @@ class ConnectionLoads:
         for future in self._loads.values():
             if not future.done():
                 future.set_exception(error)
-
-    def _end_admission(self, key: _Admission, done: asyncio.Future[AdapterManifest]) -> None:
-        self._admitting.pop(key, None)
-        if not done.cancelled():
-            done.exception()  # every waiter may have left: it counts as seen
 
 
 class ConnectionOrders:

@@ -16,9 +16,9 @@ from typing import Literal
 import msgspec
 from websockets.asyncio.client import ClientConnection
 
+from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.manifest import AdapterManifest
 from loraplex.router.names.served import Origin
-from loraplex.router.pictures.held import NotBrought
 from loraplex.router.policy.placement.liveness import Hearing, Liveness
 from loraplex.router.policy.placement.workers import WorkerView
 from loraplex.router.workers.loads import (
@@ -58,7 +58,7 @@ _PROBE_INTERVAL_S = 0.5
 
 Sink = Callable[[TokenEvent], None]
 Spend = Callable[[DeviceCost], None]
-# Sends the worker the files of pictures, by their digests. Raises NotBrought.
+# Sends the worker the files of pictures, by their digests. Raises AdapterError.
 Bring = Callable[[Sequence[str]], Awaitable[None]]
 SequenceKey = tuple[str, int, int]
 Tier = Literal["none", "device", "loading", "fetched", "absent"]
@@ -422,12 +422,12 @@ class WorkerSession:
         key = (frame.request_id, frame.attempt, frame.choice)
         try:
             await self._bring(frame.pictures)
-        except NotBrought as error:
+        except AdapterError as error:
             live = self._live.get(key)
             if live is not None and live.sink is not None:
                 sink = live.sink
                 self.abandon(*key)
-                sink(lost(*key, str(error), "overloaded"))
+                sink(lost(*key, error.message, "overloaded"))
 
     def _break(self, key: SequenceKey, live: _Live, event: TokenEvent) -> None:
         """Ends an attempt whose tokens were lost or repeated on the way; the next one resumes."""

@@ -8,7 +8,7 @@ from loraplex.router.parts.reasoning import CALL, CHANNEL, CONSTRAIN, END, MESSA
 from loraplex.router.parts.scan import WHITESPACE, Scan, Steps, StepsReader
 from loraplex.router.shape.lark import ANY_TEXT, Lark
 from loraplex.router.tools.formats.grammar import arguments_json, free_text_before, several
-from loraplex.router.tools.formats.json_text import json_value
+from loraplex.router.tools.formats.json_text import flowing_value
 from loraplex.router.tools.tools import Tools
 
 _TO = "to=functions."
@@ -85,10 +85,7 @@ def _message(scan: Scan, names: Collection[str]) -> Steps[None]:
         return
     name = found[1]
     scan.open_call(name)
-    scan.flows = True
-    whole = yield from json_value(scan)
-    scan.arguments()
-    scan.flows = False
+    whole = yield from flowing_value(scan)
     yield from scan.until((CALL, END, START), scan.drop if whole else scan.arguments)
     if scan.since(0) == START:
         scan.at = scan.start

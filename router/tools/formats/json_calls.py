@@ -11,7 +11,14 @@ from loraplex.router.parts.parts import PartsReader
 from loraplex.router.parts.scan import WHITESPACE, Scan, Steps, StepsReader
 from loraplex.router.shape.lark import Lark
 from loraplex.router.tools.formats.grammar import arguments_json, free_text_before, mixed, several
-from loraplex.router.tools.formats.json_text import json_string, json_value, repaired, string_text
+from loraplex.router.tools.formats.json_text import (
+    flowing_value,
+    json_string,
+    json_value,
+    repaired,
+    rest_of_broken,
+    string_text,
+)
 from loraplex.router.tools.tools import Tools
 
 _QUOTE = '"'
@@ -113,10 +120,7 @@ class CallObject:
             return (yield from self._scan.literal("null"))
         self._open()
         if first == "{":
-            self._scan.flows = True
-            self._whole = yield from json_value(self._scan)
-            self._scan.arguments()
-            self._scan.flows = False
+            self._whole = yield from flowing_value(self._scan)
         else:
             self._whole = yield from string_text(self._scan)
         return self._whole
@@ -244,7 +248,7 @@ class JsonCalls(msgspec.Struct, frozen=True):
         while outcome is CallOutcome.CALL and (yield from self._another(scan, listed)):
             outcome = yield from CallObject(scan, names, self.bare).read()
         if outcome is CallOutcome.BROKEN:
-            yield from self._rest_of_broken(scan)
+            yield from rest_of_broken(scan, self.close)
             return True
         scan.at = scan.start
         yield from self._ends(scan, listed)
@@ -263,16 +267,6 @@ class JsonCalls(msgspec.Struct, frozen=True):
             if end and (yield from scan.literal(end)):
                 scan.drop()
             scan.at = scan.start
-
-    def _rest_of_broken(self, scan: Scan) -> Steps[None]:
-        """Add all up to the close to the arguments of the broken call."""
-        if self.close:
-            yield from scan.until((self.close,), scan.arguments)
-            scan.drop()
-        else:
-            while (yield from scan.peek()):
-                scan.at = len(scan.buffer)
-                scan.arguments()
 
 
 def _other(tools: Tools, lark: Lark) -> str:

@@ -38,6 +38,24 @@ def json_value(scan: Scan) -> Steps[bool]:
     return True
 
 
+def flowing_value(scan: Scan) -> Steps[bool]:
+    """Reads one value, which flows into the arguments; False where it is none."""
+    scan.flows = True
+    whole = yield from json_value(scan)
+    scan.arguments()
+    scan.flows = False
+    return whole
+
+
+def rest_of_broken(scan: Scan, close: str) -> Steps[None]:
+    """Adds all up to what closes a broken call to its arguments."""
+    if close:
+        yield from scan.until((close,), scan.arguments)
+        scan.drop()
+    else:
+        yield from scan.all_arguments()
+
+
 def _after_sign(wanted: str, sign: str, opened: list[str]) -> str:
     """The next thing that is wanted after the sign; "" where the sign may not come.
 

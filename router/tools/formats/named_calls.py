@@ -10,7 +10,7 @@ from loraplex.router.parts.parts import PartsReader
 from loraplex.router.parts.scan import WHITESPACE, Scan, Steps, StepsReader
 from loraplex.router.shape.lark import Lark
 from loraplex.router.tools.formats.grammar import arguments_json, free_text_before, mixed, several
-from loraplex.router.tools.formats.json_text import json_value
+from loraplex.router.tools.formats.json_text import flowing_value, rest_of_broken
 from loraplex.router.tools.tools import Tools
 
 _ID = "/[A-Za-z0-9]{9}/"
@@ -131,14 +131,10 @@ class NamedCalls(msgspec.Struct, frozen=True):
         if (yield from scan.peek()) != "{":
             return False
         scan.open_call(name)
-        scan.flows = True
-        whole = yield from json_value(scan)
-        scan.arguments()
-        scan.flows = False
-        if whole:
+        if (yield from flowing_value(scan)):
             yield from self._pass(scan, self.close)
         else:
-            yield from self._rest_of_broken(scan)
+            yield from rest_of_broken(scan, self.close)
         return True
 
     def _pass(self, scan: Scan, end: str) -> Steps[None]:
@@ -147,13 +143,3 @@ class NamedCalls(msgspec.Struct, frozen=True):
         if end and (yield from scan.literal(end.strip())):
             scan.drop()
         scan.at = scan.start
-
-    def _rest_of_broken(self, scan: Scan) -> Steps[None]:
-        """Add all up to the close to the arguments of the broken call."""
-        if self.close:
-            yield from scan.until((self.close,), scan.arguments)
-            scan.drop()
-            return
-        while (yield from scan.peek()):
-            scan.at = len(scan.buffer)
-            scan.arguments()

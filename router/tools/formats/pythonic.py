@@ -242,6 +242,4 @@ def read_rest(scan: Scan) -> Steps[None]:
     """
     if not (yield from scan.peek()):
         scan.drop()
-    while (yield from scan.peek()):
-        scan.at = len(scan.buffer)
-        scan.arguments()
+    yield from scan.all_arguments()

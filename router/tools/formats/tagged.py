@@ -11,7 +11,7 @@ from loraplex.router.parts.scan import Scan, Steps
 from loraplex.router.shape.lark import Lark
 from loraplex.router.shape.schema.held import json_grammar
 from loraplex.router.tools.formats.grammar import arguments_schema, keeps_schema
-from loraplex.router.tools.formats.json_text import json_value
+from loraplex.router.tools.formats.json_text import flowing_value, json_value
 from loraplex.router.tools.formats.parameters import Schema, is_text, one_type, separate_arguments
 from loraplex.router.tools.tools import Tool, Tools
 
@@ -90,10 +90,7 @@ class ArgumentTags(msgspec.Struct, frozen=True):
         yield from scan.spaces()
         scan.drop()
         if (yield from scan.peek()) == "{":
-            scan.flows = True
-            yield from json_value(scan)
-            scan.arguments()
-            scan.flows = False
+            yield from flowing_value(scan)
             return (yield from scan.until(ends, scan.drop))
         sign = "{"
         while True:

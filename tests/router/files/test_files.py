@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from loraplex.router.api.files_and_batches import FileObject
 from loraplex.router.files.store import FileStore, folder_id
-from loraplex.router.files.stored_file import StorageLimits, StoredFile, name_of
+from loraplex.router.files.stored_file import StorageLimits, name_of
 from loraplex.router.policy.batch_limits import FilesLimits
 from tests.router.batches.running_batches import ROUTE, BatchUser, Held, jsonl, line, until
 from tests.router.fake_worker import FakeWorker
@@ -171,8 +172,8 @@ async def test_a_client_that_leaves_leaves_nothing(tmp_path: Path, worker: FakeW
         await until(lambda: not [*folder.rglob("*.part")])
 
 
-def kept(store: FileStore, tenant: str, expires_at: int) -> StoredFile:
-    file = StoredFile(f"file-{expires_at:024x}", 3, 0, expires_at, "a", "batch")
+def kept(store: FileStore, tenant: str, expires_at: int) -> FileObject:
+    file = FileObject(f"file-{expires_at:024x}", 3, 0, expires_at, "a", "batch")
     path = store.begin(tenant, file.id)
     path.write_bytes(b"abc")
     store.keep(tenant, path, file)

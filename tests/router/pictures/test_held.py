@@ -6,8 +6,9 @@ from unittest.mock import Mock
 import httpx
 import pytest
 
+from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.uploads.shelf import UploadShelf
-from loraplex.router.pictures.held import HeldPictures, NotBrought
+from loraplex.router.pictures.held import HeldPictures
 from loraplex.router.pictures.reader import Picture
 from loraplex.server.protocol import MAX_PICTURE_BYTES
 from tests.router.pictures.seeing import SMALL, WIDE
@@ -41,9 +42,9 @@ async def test_what_cannot_be_brought_is_said() -> None:
     held.hold(PICTURES)
     async with worker_with(Mock(spec=UploadShelf), None) as address:
         for secret, status in (("wrong", 401), (SECRET, 404)):
-            with pytest.raises(NotBrought, match=f"HTTP {status}"):
+            with pytest.raises(AdapterError, match=f"HTTP {status}"):
                 await held.deliver(address, secret, DIGESTS)
-    with pytest.raises(NotBrought, match="ConnectError"):
+    with pytest.raises(AdapterError, match="ConnectError"):
         await held.deliver(address, SECRET, DIGESTS)
 
 

@@ -304,12 +304,17 @@ def _build(call: GenerationCall, model: TextModel, prompt: str | list[int]) -> P
     return _prompt(call, model, prompt)
 
 
-def _encode(call: GenerationCall, model: TextModel, text: str, param: str) -> Prompt:
+def check_size(call: GenerationCall, model: TextModel, text: str, param: str) -> None:
+    """Checks that a text is short enough to be encoded. Raises RequestError."""
     if call.truncate is None:
         model.check_size(text, param)
     elif len(text) > MAX_ENCODED:
         message = f"expected a text of at most {MAX_ENCODED} characters, got {len(text)}"
         raise RequestError("context_length", message, param=param)
+
+
+def _encode(call: GenerationCall, model: TextModel, text: str, param: str) -> Prompt:
+    check_size(call, model, text, param)
     if call.sampling.prompt_logprobs is None:
         return _prompt(call, model, model.encode(text, call.add_special_tokens), text)
     ids, parts = model.encode_parts(text, call.add_special_tokens)

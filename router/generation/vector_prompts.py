@@ -10,7 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from loraplex.router.call import GenerationCall, RequestError, VectorCall
-from loraplex.router.generation.prompts import MAX_ENCODED, Prompt, check_ids, input_field
+from loraplex.router.generation.prompts import Prompt, check_ids, check_size, input_field
 from loraplex.router.text.model import TextModel
 from loraplex.server.protocol import ModelCard, VectorForm
 
@@ -149,12 +149,7 @@ class TextReader:
         return msgspec.structs.replace(checked, spans=[(span.start, span.stop) for span in kept])
 
     def check_size(self, text: str, field: str) -> None:
-        """Checks that a text is short enough to be encoded. Raises RequestError."""
-        if self._call.truncate is None:
-            self._model.check_size(text, field)
-        elif len(text) > MAX_ENCODED:
-            message = f"expected a text of at most {MAX_ENCODED} characters, got {len(text)}"
-            raise RequestError("context_length", message, param=field)
+        check_size(self._call, self._model, text, field)
 
     def checked(self, text: str, ids: list[int], field: str) -> Prompt:
         """Makes a prompt whose count of tokens is checked. Raises RequestError."""

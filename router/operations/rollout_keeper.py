@@ -39,23 +39,19 @@ class _Verdict(msgspec.Struct):
 
 
 class LoneGuard:
-    """Judges rollouts for this router alone. clock: Unix seconds. audit: hears of what is done
-    without an operator.
-    """
+    """Judges rollouts for this router alone. audit: hears which version was taken back, and why."""
 
     def __init__(
         self,
         aliases: Aliases,
         rollouts: Rollouts,
         tally: RolloutTally,
-        audit: Callable[[AuditRecord], None],
-        clock: Callable[[], float],
+        audit: Callable[[OwnedName, str], None],
     ) -> None:
         self._aliases = aliases
         self._rollouts = rollouts
         self._tally = tally
         self._audit = audit
-        self._clock = clock
         self._verdicts: dict[OwnedName, _Verdict] = {}
 
     async def judge(self, rolling: Iterable[Registration]) -> None:
@@ -100,8 +96,7 @@ class LoneGuard:
         self._rollouts.take_back_here(name, digest, why)
         self._verdicts.setdefault(name, _Verdict(before, {})).why[digest] = why
         logger.error("adapter %s: %.12s is rolled back here: %s", name, digest, why)
-        action = f"rollback by guard: {why}"
-        self._audit(AuditRecord(self._clock(), action, name.name, name.tenant, 200, "", ""))
+        self._audit(name, why)
 
 
 logger = logging.getLogger(__name__)
@@ -134,7 +129,7 @@ class RolloutKeeper:
         self._tally = tally
         self._audit = audit
         self._clock = clock
-        self._alone = LoneGuard(aliases, rollouts, tally, audit, clock)
+        self._alone = LoneGuard(aliases, rollouts, tally, self._note)
         self._warming: dict[OwnedName, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
@@ -230,5 +225,8 @@ class RolloutKeeper:
             logger.error("adapter %s: %.12s is not rolled back: %s", name, digest, error.message)
             return
         logger.error("adapter %s: %.12s is rolled back: %s", name, digest, why)
+        self._note(name, why)
+
+    def _note(self, name: OwnedName, why: str) -> None:
         action = f"rollback by guard: {why}"
         self._audit(AuditRecord(self._clock(), action, name.name, name.tenant, 200, "", ""))

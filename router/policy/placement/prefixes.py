@@ -1,7 +1,8 @@
 """A bounded memory of which worker has seen the beginning of a prompt. Pure."""
 
-from collections import OrderedDict
 from collections.abc import Sequence
+
+from loraplex.adapters.common.newest import NewestKept
 
 MAX_PREFIXES = 1 << 16
 _SIZES = (4096, 1024, 256, 64)  # tokens
@@ -29,7 +30,7 @@ class PrefixMemory:
     """Latest worker by prefix; the least recently used is forgotten."""
 
     def __init__(self) -> None:
-        self._workers: OrderedDict[int, str] = OrderedDict()
+        self._workers = NewestKept[int, str](MAX_PREFIXES)
 
     def find(self, keys: Sequence[int]) -> str | None:
         """The worker with the longest of these beginnings."""
@@ -42,6 +43,3 @@ class PrefixMemory:
     def remember(self, keys: Sequence[int], worker_id: str) -> None:
         for key in keys:
             self._workers[key] = worker_id
-            self._workers.move_to_end(key)
-        while len(self._workers) > MAX_PREFIXES:
-            self._workers.popitem(last=False)

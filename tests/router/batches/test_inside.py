@@ -1,5 +1,7 @@
 """Lines of batches as requests to the router that runs them."""
 
+import json
+
 import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -27,7 +29,7 @@ async def test_a_line_comes_as_a_request() -> None:
     host = {"host": "loraplex-batch", "user-agent": "loraplex-batch"}
     body = {"content-type": "application/json", "content-length": "2", "authorization": "Batch x"}
     wanted = ["POST", "/v1/completions", host | body, 7, None, "{}"]
-    assert answer.content == JSONResponse(wanted).body
+    assert json.loads(answer.content) == wanted
 
 
 @pytest.mark.parametrize(

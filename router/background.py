@@ -1,13 +1,10 @@
 """Tasks that run as long as a router's process."""
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
-
-from loraplex.router.shared.store import StoreDown
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +40,3 @@ class Background:
         if error is not None:
             logger.critical("unforeseen error: this router stops", exc_info=error)
             self.failed.set()
-
-
-async def every(period_s: float, work: Callable[[], Awaitable[object]]) -> None:
-    """Does some work again and again, until cancelled. While the store is down it is tried anew."""
-    while True:
-        with contextlib.suppress(StoreDown):
-            await work()
-        await asyncio.sleep(period_s)

@@ -32,7 +32,7 @@ from loraplex.router.names.served import (
     merge_of,
 )
 from loraplex.router.policy.rollout import Content
-from loraplex.router.shared_work import SharedWork
+from loraplex.router.shared_tasks import SharedTasks
 from loraplex.router.tenancy.keys import Caller
 from loraplex.router.tenancy.scope import opens
 
@@ -193,7 +193,7 @@ class Catalog:
         self._load = load
         self._clock = clock
         self._outcomes = NewestKept[_Key, _Outcome](MAX_CACHED)
-        self._resolving = SharedWork[_Key, _Outcome]()
+        self._resolving = SharedTasks[_Key, _Outcome]()
 
     async def resolve(
         self, choice: AdapterChoice | MergedChoice, sticky: str = ""

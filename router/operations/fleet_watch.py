@@ -29,7 +29,7 @@ from loraplex.router.call import RequestError
 from loraplex.router.generation.dispatcher import Dispatcher
 from loraplex.router.names.catalog import Catalog
 from loraplex.router.operations.declarations import Declarations
-from loraplex.router.shared_work import SharedWork
+from loraplex.router.shared_tasks import SharedTasks
 from loraplex.router.telemetry.caller_errors import CallerErrors
 from loraplex.router.version import VERSION
 from loraplex.router.workers.base_model import BaseModel
@@ -70,7 +70,7 @@ class FleetWatch:
         self._watchers = 0
         self._latest: FleetObject | None = None
         self._looked_at = 0.0
-        self._looking = SharedWork[None, FleetObject]()
+        self._looking = SharedTasks[None, FleetObject]()
         # What was made of a value, kept as long as the value stays the same.
         self._places: dict[str, tuple[tuple[AdapterPlace, ...], tuple[PlaceObject, ...]]] = {}
         self._registered: tuple[int, tuple[RegisteredObject, ...]] = (-1, ())

@@ -3,10 +3,10 @@
 import contextlib
 
 from loraplex.adapters.errors import AdapterError
-from loraplex.router.background import every
 from loraplex.router.names.aliases import Aliases
 from loraplex.router.names.owned_name import OwnedName
 from loraplex.router.operations.admin import AdapterAdmin
+from loraplex.router.shared.every import every
 from loraplex.router.shared.store import Store
 from loraplex.router.tenancy.admission import ROUTERS
 

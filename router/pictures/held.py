@@ -6,7 +6,7 @@ from functools import partial
 
 from loraplex.router.http.worker_files import WorkerFiles
 from loraplex.router.pictures.reader import Picture
-from loraplex.router.shared_work import SharedWork
+from loraplex.router.shared_tasks import SharedTasks
 
 
 class HeldPictures:
@@ -15,7 +15,7 @@ class HeldPictures:
     def __init__(self) -> None:
         self._files: dict[str, bytes] = {}
         self._holders: Counter[str] = Counter()
-        self._sending = SharedWork[tuple[str, str], None]()
+        self._sending = SharedTasks[tuple[str, str], None]()
         self._workers = WorkerFiles("image")
 
     def hold(self, pictures: Iterable[Picture]) -> Callable[[], None]:

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Generic, Protocol, TypeVar
 
-from loraplex.router.background import every
+from loraplex.router.shared.every import every
 from loraplex.router.shared.store import Row, Store, TableFull, life_of
 
 REFRESH_S = 1.0

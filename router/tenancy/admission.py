@@ -13,9 +13,9 @@ from typing import Literal, get_args
 import msgspec
 
 from loraplex.adapters.common.newest import NewestKept
-from loraplex.router.background import every
 from loraplex.router.call import RequestError
 from loraplex.router.policy.quota import Ask, Reason, Standing, Subject, Verdict, share
+from loraplex.router.shared.every import every
 from loraplex.router.shared.memory_store import MemoryStore
 from loraplex.router.shared.steady_clock import SteadyClock
 from loraplex.router.shared.store import Settlement, Store, StoreDown

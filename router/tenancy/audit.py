@@ -7,7 +7,7 @@ from collections import deque
 
 import msgspec
 
-from loraplex.router.background import every
+from loraplex.router.shared.every import every
 from loraplex.router.shared.records import readable
 from loraplex.router.shared.store import Store, StoreDown
 from loraplex.router.tenancy.records import AuditRecord

@@ -14,10 +14,10 @@ from typing import NoReturn
 import msgspec
 from msgspec import UNSET
 
-from loraplex.router.background import every
 from loraplex.router.call import RequestError
 from loraplex.router.policy.prices import FREE, Price, PriceTable, Receipt, Spent
 from loraplex.router.policy.quota import Ask, Subject, Verdict
+from loraplex.router.shared.every import every
 from loraplex.router.shared.records import readable
 from loraplex.router.shared.store import Store, StoreDown
 from loraplex.router.tenancy.admission import Admission, Admitted

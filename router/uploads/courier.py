@@ -8,7 +8,7 @@ from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.uploads.archive import adapter_files, archive_stream
 from loraplex.adapters.uploads.shelf import UploadShelf
 from loraplex.router.http.worker_files import RETRY_S, WorkerFiles
-from loraplex.router.shared_work import SharedWork
+from loraplex.router.shared_tasks import SharedTasks
 
 
 class UploadCourier:
@@ -16,7 +16,7 @@ class UploadCourier:
 
     def __init__(self, shelf: UploadShelf) -> None:
         self._shelf = shelf
-        self._sending = SharedWork[tuple[str, str], None]()
+        self._sending = SharedTasks[tuple[str, str], None]()
         self._workers = WorkerFiles("upload")
 
     async def deliver(self, worker: str, secret: str, digests: Sequence[str]) -> None:

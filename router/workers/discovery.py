@@ -3,7 +3,7 @@
 import logging
 
 from loraplex.adapters.common.worker_record import GROUP, verified
-from loraplex.router.background import every
+from loraplex.router.shared.every import every
 from loraplex.router.shared.store import Store
 from loraplex.router.workers.connections import Connections
 

@@ -9,7 +9,7 @@ from loraplex.adapters.common.newest import NewestKept
 from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.manifest import AdapterManifest
 from loraplex.router.names.served import Merge, Origin, uploads_of
-from loraplex.router.shared_work import SharedWork
+from loraplex.router.shared_tasks import SharedTasks
 from loraplex.server.protocol import (
     AdapterLoad,
     AdapterMerge,
@@ -43,7 +43,7 @@ class ConnectionLoads:
         self._send = send
         self._supply = supply
         self._loads: dict[str, asyncio.Future[AdapterManifest]] = {}
-        self._admitting = SharedWork[tuple[str, Origin, str | None], AdapterManifest]()
+        self._admitting = SharedTasks[tuple[str, Origin, str | None], AdapterManifest]()
         self._next_load = 0
 
     async def admit(self, origin: Origin, token: str | None, digest: str) -> None:

@@ -9,7 +9,7 @@ _Key = TypeVar("_Key")
 _Result = TypeVar("_Result")
 
 
-class SharedWork(Generic[_Key, _Result]):
+class SharedTasks(Generic[_Key, _Result]):
     """One task for each key: who comes meanwhile shares its result or failure. It goes on when they
     leave.
     """

@@ -199,6 +199,8 @@ def _open_end(messages: list[Message]) -> str:
         return content
     if not content:
         raise _not_continued("the final message has no text")
+    if content[-1]["type"] != "text":
+        raise _not_continued("the final message does not end in a text")
     text: str = content[-1]["text"]
     messages[-1]["content"] = [*content[:-1], {**content[-1], "text": text + _END}]
     return text

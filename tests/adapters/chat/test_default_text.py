@@ -116,6 +116,12 @@ def test_images_stay_where_they_are() -> None:
     assert deaf.endswith("answer in words.\n\nRainhere?[i]")
 
 
+def test_an_image_is_not_gone_on_from() -> None:
+    said = [ASKED, {"role": "assistant", "content": [{"type": "image"}]}]
+    with pytest.raises(TemplateFault, match="does not end in a text"):
+        written(SEES, said, add_generation_prompt=False, continue_final_message=True)
+
+
 def test_the_text_is_documented() -> None:
     page = (Path(__file__).parents[3] / "docs/reference/tools.md").read_text()
     documented = page.partition("````text\n")[2].partition("\n````")[0]

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from loraplex.adapters.errors import CommandError
-from loraplex.launcher.evaluation.scores import MOST_POINTS, EvalLine, fault_of
+from loraplex.launcher.evaluation.scores import MOST_POINTS, EvalLine, fault_of, is_image
 from loraplex.launcher.refusals import error_text
 from loraplex.results import logprobs_of
 from loraplex.router.lines.records import BatchRecord
@@ -136,10 +136,11 @@ def verdicts(
                 continue
             right = "" if case.answer is None else f"Right answer:\n{_text_of(case.answer)}\n\n"
             said = case.prompt or "\n".join(
-                f"{one.get('role')}: {_text_of(one.get('content'))}" for one in case.messages or ()
+                f"{one.get('role')}: {_said(one.get('content'))}" for one in case.messages or ()
             )
             content = _JUDGE.format(question=said, reference=right, answer=answer.text)
-            asked = EvalLine(messages=[{"role": "user", "content": content}])
+            seen = [*case.images, {"type": "text", "text": content}] if case.images else content
+            asked = EvalLine(messages=[{"role": "user", "content": seen}])
             fields = {"max_tokens": 8, "structured_outputs": shape}
             yield _request(question_id(name, number), judge, asked, fields)
 
@@ -196,6 +197,13 @@ def _answer(record: BatchRecord) -> LineAnswer:
         cost=usage.get("cost"),
         device_s=usage.get("device_seconds"),
     )
+
+
+def _said(content: Any) -> str:
+    """A message's text; an image, which the judge sees before all, is named there."""
+    if not isinstance(content, list):
+        return _text_of(content)
+    return "".join("[image]" if is_image(part) else _text_of(part.get("text")) for part in content)
 
 
 def _text_of(value: Any) -> str:

@@ -13,6 +13,11 @@ MOST_POINTS = 10
 _UNANSWERED = ("judge", "logprobs")
 
 
+def is_image(part: Any) -> bool:
+    """Whether a part of a message is no text."""
+    return isinstance(part, dict) and part.get("type") != "text"
+
+
 class EvalLine(msgspec.Struct, frozen=True, kw_only=True):
     """A line of data. parameters: more fields of the request. Lines may have fields beside these.
 
@@ -27,11 +32,11 @@ class EvalLine(msgspec.Struct, frozen=True, kw_only=True):
     parameters: dict[str, Any] = {}
 
     @property
-    def has_images(self) -> bool:
-        """Whether some message has other parts than texts."""
+    def images(self) -> list[dict[str, Any]]:
+        """The parts of messages that are no texts, in order."""
         contents = (message.get("content") for message in self.messages or ())
         parts = (part for content in contents if isinstance(content, list) for part in content)
-        return any(isinstance(part, dict) and part.get("type") != "text" for part in parts)
+        return [part for part in parts if is_image(part)]
 
     @property
     def right_choice(self) -> int:
@@ -91,7 +96,7 @@ def fault_of(case: EvalLine, score: str) -> str | None:
     """Why a line cannot be scored so, or asked for `logprobs`; None = it can."""
     if (case.prompt is None) == (case.messages is None):
         return "it needs either `prompt` or `messages`"
-    if score == "logprobs" and case.has_images:
+    if score == "logprobs" and case.images:
         return "texts alone are compared, no images"
     if case.answer is None and score not in _UNANSWERED and not (score == "json" and case.schema):
         return "it has no `answer`"

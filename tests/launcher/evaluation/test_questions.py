@@ -60,6 +60,18 @@ def test_judges_see_question_right_answer_and_answer() -> None:
     assert (asked.custom_id, asked.body["model"]) == ("a 1 0", "wise")
 
 
+def test_a_judge_sees_the_images_of_a_line() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    content = [{"type": "text", "text": "What is "}, image, {"type": "text", "text": "?"}]
+    case = EvalLine(messages=[{"role": "user", "content": content}], answer={"a": 1})
+    (asked,) = verdicts("wise", ["a"], [case], {"a 1 0": LineAnswer(text="four")})
+    *images, said = asked.body["messages"][0]["content"]
+    assert images == [image]
+    assert "user: What is [image]?" in said["text"]
+    assert 'Right answer:\n{"a": 1}\n' in said["text"]
+    assert "AAAA" not in said["text"]
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -76,7 +76,12 @@ from loraplex.server.kernels.moe.grouped import grouped_product, grouped_shape, 
 from loraplex.server.kernels.moe.row_lora import activated_row_lora, add_row_lora
 from loraplex.server.kernels.moe.row_product import row_product
 from loraplex.server.kernels.moe.tiles import ExpertTiles
-from loraplex.server.kernels.pointwise.add_norm import add_experts_norm, add_norm, rms_norm
+from loraplex.server.kernels.pointwise.add_norm import (
+    ExpertTerms,
+    add_experts_norm,
+    add_norm,
+    rms_norm,
+)
 from loraplex.server.kernels.pointwise.gated import (
     Activation,
     ExpertActivation,
@@ -415,7 +420,9 @@ def experts(early: bool) -> None:
     activated_row_lora(x, y, tiles, one, "relu2", programmatic_launch=early)
     add_row_lora(x, y, tiles, one, programmatic_launch=early)
     hidden, norm = torch.zeros(4, 256, dtype=DTYPE), (torch.zeros(256, dtype=DTYPE), 1e-5)
-    add_experts_norm(y, weights, hidden, norm, programmatic_launch=early)
+    for beside in (None, hidden):
+        terms = ExpertTerms(y, weights, beside)
+        add_experts_norm(terms, hidden, norm, programmatic_launch=early)
 
 
 def assign(logits: torch.Tensor, tile_rows: int, early: bool) -> tuple[ExpertTiles, torch.Tensor]:

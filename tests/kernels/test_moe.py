@@ -19,7 +19,7 @@ from loraplex.server.kernels.moe.grouped import (
 from loraplex.server.kernels.moe.row_lora import activated_row_lora, add_row_lora
 from loraplex.server.kernels.moe.row_product import row_product, rows_are_few
 from loraplex.server.kernels.moe.tiles import ExpertTiles, expert_tiles
-from loraplex.server.kernels.pointwise.add_norm import add_experts_norm
+from loraplex.server.kernels.pointwise.add_norm import ExpertTerms, add_experts_norm
 from loraplex.server.model.linear.dense import DenseLinear
 from loraplex.server.model.linear.experts import MoeWeights
 from loraplex.server.model.ops.cuda.experts_cuda import choice_rule
@@ -308,24 +308,25 @@ def test_a_few_tokens_are_assigned_as_many(
     assert torch.equal(tiles.tiles[counts > 0], separate.tiles[counts > 0])
 
 
-@pytest.mark.parametrize("normed", [False, True])
-def test_results_are_summed_by_weight(device: torch.device, normed: bool) -> None:
+@pytest.mark.parametrize(("normed", "beside"), [(False, True), (True, False), (True, True)])
+def test_results_are_summed_by_weight(device: torch.device, normed: bool, beside: bool) -> None:
     results, weights = torch.randn(3 * 4, 1100).to(device), torch.rand(3, 4).to(device)
     hidden, scale = torch.randn(3, 1100).to(device), torch.rand(1100).to(device)
-    total = hidden + 0.5 * (results.view(3, 4, 1100) * weights[..., None]).sum(1)
+    of_all = torch.randn(3, 1100).to(device) if beside else torch.zeros(3, 1100, device=device)
+    summed = of_all + (results.view(3, 4, 1100) * weights[..., None]).sum(1)
+    total = hidden + 0.5 * summed
     norm = (scale, 1e-5) if normed else None
-    y = add_experts_norm(
-        results, weights, hidden, norm, None, (0.5, 1.0), programmatic_launch=False
-    )
+    terms = ExpertTerms(results, weights, of_all if beside else None)
+    y = add_experts_norm(terms, hidden, norm, None, (0.5, 1.0), programmatic_launch=False)
     torch.testing.assert_close(hidden, total)
     expected = functional.rms_norm(total, (1100,), scale, 1e-5) if normed else total
     torch.testing.assert_close(y, expected)
 
 
 def test_results_of_other_rows_are_refused() -> None:
-    results, weights, hidden = torch.zeros(5, 8), torch.zeros(2, 2), torch.zeros(2, 8)
+    terms, hidden = ExpertTerms(torch.zeros(5, 8), torch.zeros(2, 2)), torch.zeros(2, 8)
     with pytest.raises(ValueError, match=r"\[5, 8\]"):
-        add_experts_norm(results, weights, hidden, None, programmatic_launch=False)
+        add_experts_norm(terms, hidden, None, programmatic_launch=False)
 
 
 class _Adapter:

@@ -17,7 +17,12 @@ from loraplex.server.kernels.linear.row_form import (
     quantise_reference,
     rounded,
 )
-from loraplex.server.kernels.pointwise.add_norm import add_experts_norm, add_norm, rms_norm
+from loraplex.server.kernels.pointwise.add_norm import (
+    ExpertTerms,
+    add_experts_norm,
+    add_norm,
+    rms_norm,
+)
 from loraplex.server.kernels.pointwise.gated import gated
 from loraplex.server.model.linear.packed import PackedWeight
 from loraplex.server.model.linear.quantised import QuantisedLinear, matrix_of
@@ -92,9 +97,8 @@ def test_writers_leave_what_a_kernel_of_its_own_would(form: RowForm) -> None:
     assert_same_rows(found[0], quantise_reference(y, form))
     shares = torch.rand(rows, 2)
     parts = torch.randn(rows * 2, features).half()
-    summed = add_experts_norm(
-        parts, shares, hidden, norm, rounding=found, programmatic_launch=False
-    )
+    terms = ExpertTerms(parts, shares)
+    summed = add_experts_norm(terms, hidden, norm, rounding=found, programmatic_launch=False)
     assert_same_rows(found[0], quantise_reference(summed, form))
     for inner in (100, 1500):
         pair = torch.randn(rows, 2 * inner).half()

@@ -105,7 +105,7 @@ def check_rows(
         raise ValueError("x {}, weight {} and out {} do not fit".format(*shapes))
     if x.stride(1) != 1 or out.stride(1) != 1:
         raise ValueError("rows of x and of out must be contiguous")
-    if x.dtype != out.dtype:
+    if out.dtype not in (x.dtype, torch.float32):
         raise ValueError(f"x is {x.dtype}, out {out.dtype}")
     if bias is not None and (bias.shape != weight[:1] or bias.dtype != x.dtype):
         raise ValueError(f"bias is {bias.dtype} {list(bias.shape)}, for {weight[0]} features")

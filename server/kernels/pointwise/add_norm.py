@@ -18,6 +18,17 @@ RmsNorm = tuple[torch.Tensor, float]
 _Delta = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]
 
 
+class ExpertTerms(NamedTuple):
+    """What experts give, to be summed by row. results: `[rows * top_k, features]`, contiguous;
+    weights: float32 `[rows, top_k]`. beside: `[rows, features]`, contiguous, a term of its own;
+    None = none.
+    """
+
+    results: torch.Tensor
+    weights: torch.Tensor
+    beside: torch.Tensor | None = None
+
+
 def add_norm(
     y: torch.Tensor,
     pending: PendingDelta | None,
@@ -40,12 +51,11 @@ def add_norm(
     check_norms(y, hidden, post, norm)
     delta, lora = delta_arguments(y, pending), pending is not None
     switches = {"ADD": True, "LORA": lora, "PDL": programmatic_launch}
-    _launch(y, (y, None, delta), hidden, (post, factors, norm), rounding, switches)
+    _launch(y, (y, None, delta, None), hidden, (post, factors, norm), rounding, switches)
 
 
 def add_experts_norm(
-    results: torch.Tensor,
-    weights: torch.Tensor,
+    terms: ExpertTerms,
     hidden: torch.Tensor,
     norm: RmsNorm | None,
     post: RmsNorm | None = None,
@@ -56,18 +66,19 @@ def add_experts_norm(
 ) -> torch.Tensor:
     """Sum the results of experts, add them to hidden, and norm the sum, as `add_norm` does with y =
     the weighted sum of what a row's experts give, and no delta -> the normed rows, in a tensor
-    of their own; without norm hidden itself.
-
-    results: `[rows * top_k, features]`, contiguous; weights: float32 `[rows, top_k]`. The sum is in
-    the order of the weights, so a row's result does not depend on the batch. One kernel.
+    of their own; without norm hidden itself. The sum is in the order of the weights, what lies
+    beside last, so a row's result does not depend on the batch. One kernel.
     """
     y = hidden if norm is None else torch.empty_like(hidden)
     check_norms(y, hidden, post, norm)
+    results, weights, beside = terms
+    if beside is not None:
+        check_norms(beside, hidden)
     if results.shape != (weights.numel(), y.shape[1]) or len(weights) != len(y):
         raise ValueError(f"{list(results.shape)} of {list(weights.shape)} for {list(y.shape)}")
-    terms = (results, weights, delta_arguments(results, None))
+    added = (results, weights, delta_arguments(results, None), beside)
     switches = {"ADD": True, "LORA": False, "PDL": programmatic_launch}
-    _launch(y, terms, hidden, (post, factors, norm), rounding, switches)
+    _launch(y, added, hidden, (post, factors, norm), rounding, switches)
     return y
 
 
@@ -81,7 +92,7 @@ def rms_norm(
     """The norm of `[rows, features]`, contiguous, in a tensor of its own; as in `add_norm`."""
     y = torch.empty_like(hidden)
     check_norms(y, hidden, norm)
-    terms = (y, None, delta_arguments(y, None))
+    terms = (y, None, delta_arguments(y, None), None)
     switches = {"ADD": False, "LORA": False, "PDL": programmatic_launch}
     _launch(y, terms, hidden, (None, (1.0, 1.0), norm), rounding, switches)
     return y
@@ -99,24 +110,25 @@ def check_norms(y: torch.Tensor, hidden: torch.Tensor, *norms: RmsNorm | None) -
 
 def _launch(
     out: torch.Tensor,
-    terms: tuple[torch.Tensor, torch.Tensor | None, _Delta],
+    terms: tuple[torch.Tensor, torch.Tensor | None, _Delta, torch.Tensor | None],
     hidden: torch.Tensor,
     norms: tuple[RmsNorm | None, tuple[float, float], RmsNorm | None],
     rounding: Rounding | None,
     switches: dict[str, bool],
 ) -> None:
-    """Launch the kernel that adds and norms. terms: what is added, in parts of these weights, and
-    its delta. norms: that of the term, the factors, that of the sum.
+    """Launch the kernel that adds and norms. terms: what is added, in parts of these weights, its
+    delta, and what lies beside. norms: that of the term, the factors, that of the sum.
     """
     rows, features = out.shape
     if rows == 0:
         return
-    y, weights, delta = terms
+    y, weights, delta, beside = terms
     post, factors, norm = norms
     _add_norm_kernel[(rows,)](
         out,
         y,
         y if weights is None else weights,
+        beside,
         *delta,
         hidden,
         *(post or (hidden, 0.0)),
@@ -146,6 +158,7 @@ def _add_norm_kernel(
     out_ptr: tl.tensor,
     y_ptr: tl.tensor,
     weights_ptr: tl.tensor,
+    beside_ptr: tl.tensor,
     delta_ptr: tl.tensor,
     slots_ptr: tl.tensor,
     ints_ptr: tl.tensor,
@@ -180,6 +193,8 @@ def _add_norm_kernel(
     at = row * FEATURES + n
     if ADD:
         y = _term(y_ptr, weights_ptr, row, n, inside, FEATURES, PARTS)
+        if beside_ptr is not None:
+            y += tl.load(beside_ptr + at, mask=inside, other=0.0).to(tl.float32)
     hidden = tl.load(hidden_ptr + at, mask=inside, other=0.0).to(tl.float32)
     norms = load_norms(
         post_ptr + n, post_epsilon, factor, weight_ptr + n, epsilon, inside, POST, NORM

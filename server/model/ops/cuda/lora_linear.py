@@ -15,6 +15,7 @@ from loraplex.server.kernels.lora.scale_outputs import scale_outputs
 from loraplex.server.kernels.lora.shrink import gather_embedding, shrink
 from loraplex.server.kernels.lora.table import LoraTable
 from loraplex.server.kernels.lora.workspace import Workspace
+from loraplex.server.kernels.pointwise.add_norm import ExpertTerms
 from loraplex.server.kernels.pointwise.shared_terms import SharedTerms
 from loraplex.server.model.linear.dense import DenseLinear
 from loraplex.server.model.linear.linear import Linear
@@ -22,6 +23,7 @@ from loraplex.server.model.lora.sites import Site
 from loraplex.server.model.ops.cuda.device_lora import DeviceLora, FusedLora, ShrinkingLora
 from loraplex.server.model.ops.cuda.lora_strategy import Strategy
 from loraplex.server.model.ops.cuda.products import Products
+from loraplex.server.model.ops.pointwise import wide_logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +79,17 @@ class DeferredShrinkNext:
 
 @dataclass(frozen=True, slots=True)
 class ByExperts:
-    """Product of experts that is still to be summed. y: `[tokens * top_k, out]`, of each token's
-    experts; weights: float32 `[tokens, top_k]`, by which its consumer sums them.
+    """Product of experts that is still to be summed. y, weights, beside: results, weights and
+    beside of `ExpertTerms`, which its consumer sums.
     """
 
     y: torch.Tensor
     weights: torch.Tensor
+    beside: torch.Tensor | None = None
+
+    @property
+    def terms(self) -> ExpertTerms:
+        return ExpertTerms(self.y, self.weights, self.beside)
 
 
 # What a linear, or a layer's experts, leave to the operation that takes the output.
@@ -138,17 +145,19 @@ class LoraLinear:
         self._shrink(x, lora, site, after_input=False)
         self._expand(y, lora, site, lora.workspace, accumulate=True)
 
-    def delta(self, x: torch.Tensor, y: torch.Tensor, lora: DeviceLora, site: Site) -> torch.Tensor:
-        """LoRA of a product y in float32, whose adapters' factors and biases y takes. Returns
-        `[tokens, out]`, of x's dtype."""
-        found = torch.zeros(y.shape, dtype=x.dtype, device=x.device)
+    def router(
+        self, x: torch.Tensor, router: DenseLinear, lora: DeviceLora, site: Site
+    ) -> torch.Tensor:
+        """A router's logits with LoRA in float32: `[tokens, in]` -> `[tokens, experts]`."""
         if lora.strategies[site.role] is Strategy.FUSED:
-            nothing = DenseLinear(x.new_zeros(y.shape[1], x.shape[1]))
-            return self._fused(Gemm(x, nothing, found), lora, site).y
+            y = x.new_empty(len(x), router.out_features, dtype=torch.float32)
+            return self._fused(Gemm(x, router, y), lora, site).y
+        y = wide_logits(x, router)
+        found = torch.zeros(y.shape, dtype=x.dtype, device=x.device)
         _scale(y, lora, site)
         self._shrink(x, lora, site, after_input=False)
         self._expand(found, lora, site, lora.workspace, accumulate=True)
-        return found
+        return y + found
 
     def add_embedding(
         self, token_ids: torch.Tensor, y: torch.Tensor, lora: DeviceLora, site: Site

@@ -1,7 +1,7 @@
 """The GPU's set of ops: FlashInfer, cuBLAS, and the project's own Triton kernels."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import assert_never
 
 import numpy as np
@@ -257,11 +257,10 @@ class CudaOps:
         match y:
             case Ready():
                 return y.y
-            case ByExperts(results, weights):
-                summed = results.new_zeros(len(weights), results.shape[1])
+            case ByExperts():
+                summed = y.y.new_zeros(len(y.weights), y.y.shape[1])
                 early = self._configs.programmatic_launch
-                rule = (summed, None)
-                add_experts_norm(results, weights, *rule, programmatic_launch=early)
+                add_experts_norm(y.terms, summed, None, programmatic_launch=early)
                 return summed
             case _:
                 raise TypeError("a product that is summed over devices defers no LoRA")
@@ -325,9 +324,9 @@ class CudaOps:
                 pass
             case WithDelta():
                 pending = delta.delta
-            case ByExperts(y, weights):
+            case ByExperts():
                 normed = add_experts_norm(
-                    y, weights, *rule, rounding=rounding, programmatic_launch=early
+                    delta.terms, *rule, rounding=rounding, programmatic_launch=early
                 )
                 return self._noted(normed, rounding), hidden
             case Unsummed():
@@ -527,6 +526,9 @@ class CudaOps:
         return Ready(self.complete(y) * self.complete(gate).sigmoid())
 
     def plus(self, a: LinearOutput, b: LinearOutput) -> LinearOutput:
+        for experts, other in ((a, b), (b, a)):
+            if isinstance(experts, ByExperts) and experts.beside is None:
+                return replace(experts, beside=self.complete(other))
         return Ready(self.complete(a) + self.complete(b))
 
     def moe(
@@ -538,10 +540,10 @@ class CudaOps:
         sites: BranchSites,
     ) -> LinearOutput:
         lora = lora if lora is not None and lora.expert_sites else None
-        if weights.spec.wide_router:
+        if weights.spec.wide_router and lora is not None:
+            logits = self._lora_linear.router(routed_by, weights.router, lora, sites[0])
+        elif weights.spec.wide_router:
             logits = wide_logits(routed_by, weights.router)
-            if lora is not None:
-                logits = logits + self._lora_linear.delta(routed_by, logits, lora, sites[0])
         else:
             logits = self.complete(self.linear(routed_by, weights.router, lora, sites[0]))
         noted, chosen = self.chosen_experts, None

@@ -25,7 +25,7 @@ from loraplex.server.kernels.attention.decode_attention import (
 )
 from loraplex.server.kernels.attention.decode_inputs import Shifted, gather_inputs, gather_pages
 from loraplex.server.kernels.attention.decode_work import WorkLayout
-from loraplex.server.kernels.attention.latent_append import LatentNorm, latent_append
+from loraplex.server.kernels.attention.latent_append import LatentNorm, NewTokens, latent_append
 from loraplex.server.kernels.attention.latent_attention import (
     latent_decodes,
     latent_prompts,
@@ -62,7 +62,13 @@ from loraplex.server.kernels.linear.skinny import skinny_product
 from loraplex.server.kernels.linear.skinny_lora import SkinnyLora, skinny_product_lora
 from loraplex.server.kernels.linear.stack import allocate_stack, stack_rows
 from loraplex.server.kernels.lora.expand import expand
-from loraplex.server.kernels.lora.latent_lora import HeadRows, add_latent_lora
+from loraplex.server.kernels.lora.latent_lora import (
+    AbsorbedLora,
+    HeadRows,
+    LatentProduct,
+    absorbed_values,
+    add_latent_lora,
+)
 from loraplex.server.kernels.lora.pending import PendingDelta, PendingLora
 from loraplex.server.kernels.lora.scale_outputs import scale_outputs
 from loraplex.server.kernels.lora.segments import allocate_segments, route
@@ -232,8 +238,9 @@ def products(configs: KernelConfigs) -> None:
         skinny_product(x, weight, bias, torch.zeros(rows, n, dtype=DTYPE), config)
         of_lora = configs.skinny_lora(rows)
         if of_lora is not None:
-            out = torch.zeros(rows, n, dtype=DTYPE)
-            skinny_product_lora(x, weight, bias, out, of_lora, lora_of(rows, of_lora, n))
+            for dtype in (DTYPE, torch.float32):
+                out = torch.zeros(rows, n, dtype=dtype)
+                skinny_product_lora(x, weight, bias, out, of_lora, lora_of(rows, of_lora, n))
 
 
 def lora_of(rows: int, config: SkinnyLoraConfig, n: int) -> SkinnyLora:
@@ -366,16 +373,22 @@ def latents(capability: int) -> None:
         q = torch.zeros(4, heads, latent + part, dtype=DTYPE)
         pages = torch.zeros(4, 16, 1, latent + part, dtype=DTYPE)
         norm, product = LatentNorm(q[0, 0, :latent], 1e-6), torch.zeros(4, heads * (64 + part))
+        rows, heads_of = HeadRows(64, 64), torch.zeros(heads, 128, latent, dtype=DTYPE)
+        lora = AbsorbedLora(slots, table, 0, rows)
+        few = [LatentProduct(heads_of[:, :64], of, early) for of in (None, lora)]
         for where in (places, view):
-            context = (pages, norm, rotation, places, where)
-            latent_append(product.to(DTYPE), q[:, 0].contiguous(), q, *context)
+            for absorbing in (None, *few):
+                append = (pages, norm, rotation, NewTokens(places, where), absorbing)
+                latent_append(product.to(DTYPE), q[:, 0].contiguous(), q, *append)
         out, scratch = q[..., :latent].contiguous(), DecodeScratch(4, heads, latent, CPU)
         latent_decodes(q, view, pages, PLAIN, scratch, out, programmatic_launch=early)
         shape = latent_tiles(heads, divmod(capability, 10))
         latent_prompts(q, pages, page_table, tiles, shape, 1.0, out)
-        rows = HeadRows(64, 64)
-        add_latent_lora(q[..., :64], q[..., :latent], slots, table, 0, rows, "keys")
-        add_latent_lora(out, q[..., :64], slots, table, 0, rows, "values")
+        add_latent_lora(q[..., :64], q[..., :latent], lora, "keys")
+        add_latent_lora(out, q[..., :64], lora, "values")
+        values = heads_of[:, 64:].transpose(1, 2)
+        for adapters in (None, lora):
+            absorbed_values(out, LatentProduct(values, adapters, early), q[..., :64].contiguous())
     for heads, nope, part, value in ((20, 192, 64, 256), (16, 128, 64, 128), (40, 64, 32, 64)):
         q, keys = (torch.zeros(4, heads, nope + n, dtype=DTYPE) for n in (part, value))
         parts, out = keys[:, 0, :part].contiguous(), keys[..., nope:].contiguous()

@@ -1,5 +1,7 @@
 """Kernels of attention to latents against the obvious loop in float64, and LoRA absorbed."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from loraplex.server.kernels.attention.decode_attention import (
     LayerScores,
 )
 from loraplex.server.kernels.attention.decode_work import WorkLayout
-from loraplex.server.kernels.attention.latent_append import LatentNorm, latent_append
+from loraplex.server.kernels.attention.latent_append import LatentNorm, NewTokens, latent_append
 from loraplex.server.kernels.attention.latent_attention import (
     heads_together,
     latent_decodes,
@@ -18,13 +20,20 @@ from loraplex.server.kernels.attention.latent_attention import (
     latent_tiles,
 )
 from loraplex.server.kernels.attention.prompt_attention import TileShape, cut_prompts
+from loraplex.server.kernels.attention.rotation import Rotation
 from loraplex.server.kernels.attention.scores import ScoreRule
 from loraplex.server.kernels.attention.unfolded_attention import (
     UnfoldedKeys,
     unfolded_prompts,
     unfolded_tiles,
 )
-from loraplex.server.kernels.lora.latent_lora import HeadRows, add_latent_lora
+from loraplex.server.kernels.lora.latent_lora import (
+    AbsorbedLora,
+    HeadRows,
+    LatentProduct,
+    absorbed_values,
+    add_latent_lora,
+)
 from loraplex.server.model.ops.attention.unfolding import cut_pieces
 from tests.kernels.batches import SITE, Adapters
 from tests.kernels.rotations import TURNS
@@ -168,15 +177,38 @@ def test_tiles_have_whole_tokens() -> None:
         assert of_narrow.block_n > of_wide.block_n
 
 
+def turned(x: torch.Tensor, rotation: Rotation, positions: torch.Tensor) -> torch.Tensor:
+    """In halves, as cached rows have them; scaled as queries are."""
+    part, pairs = x.shape[-1], rotation.cos_sin.shape[1] // 2
+    half = part // 2
+    if rotation.interleaved:
+        first, second = x[..., ::2], x[..., 1::2]
+    elif pairs == half:
+        first, second = x[..., :half], x[..., half:]
+    else:
+        rest = (part - 2 * pairs) // 2
+        a, b = x[..., : 2 * pairs].chunk(2, -1)
+        c, d = x[..., 2 * pairs :].split(rest, -1)
+        first, second = torch.cat((a, c), -1), torch.cat((b, d), -1)
+    shape = (len(x), 1, half)
+    cos, sin = torch.ones(shape, device=x.device), torch.zeros(shape, device=x.device)
+    of_all = rotation.cos_sin[positions][:, None]
+    cos[..., :pairs], sin[..., :pairs] = of_all[..., :pairs], of_all[..., pairs:]
+    found = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    if rotation.q_scale is not None:
+        found = found * rotation.q_scale[positions][:, None, None]
+    return found
+
+
 @pytest.mark.parametrize("turn", ["halves", "all neighbours", "scaled"])
 @pytest.mark.parametrize("decodes", [False, True])
 def test_new_tokens_are_normed_rotated_and_written(
     device: torch.device, turn: str, decodes: bool
 ) -> None:
+    """Of few tokens, as decodes are, queries absorb the product in the same kernel."""
     tokens, heads, nope, latent, part = 3, 10, 6, 32, 16
     torch.manual_seed(1)
     rotation = TURNS[turn].rotation(part, 40, device)
-    pairs = rotation.cos_sin.shape[1] // 2
     q = torch.randn(tokens, heads * (nope + part), device=device)
     kept = torch.randn(tokens, latent + part, device=device)
     queries = torch.full((tokens, heads, latent + part), 7.0, device=device)
@@ -192,35 +224,24 @@ def test_new_tokens_are_normed_rotated_and_written(
         places = DecodeBatchView(rows, positions, table, ())
     elif isinstance(places, torch.Tensor):
         places[1], written[1] = -1, False
-    latent_append(q, kept, queries, pages, norm, rotation, positions, places)
-
-    def turned(x: torch.Tensor, is_q: bool) -> torch.Tensor:
-        """In halves, as cached rows have them."""
-        half = part // 2
-        if rotation.interleaved:
-            first, second = x[..., ::2], x[..., 1::2]
-        elif pairs == half:
-            first, second = x[..., :half], x[..., half:]
-        else:
-            rest = (part - 2 * pairs) // 2
-            a, b = x[..., : 2 * pairs].chunk(2, -1)
-            c, d = x[..., 2 * pairs :].split(rest, -1)
-            first, second = torch.cat((a, c), -1), torch.cat((b, d), -1)
-        cos, sin = (torch.ones(tokens, 1, half), torch.zeros(tokens, 1, half))
-        cos, sin = cos.to(device), sin.to(device)
-        of_all = rotation.cos_sin[positions][:, None]
-        cos[..., :pairs], sin[..., :pairs] = of_all[..., :pairs], of_all[..., pairs:]
-        found = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-        if is_q and rotation.q_scale is not None:
-            found = found * rotation.q_scale[positions][:, None, None]
-        return found
+    weight = torch.randn(heads, nope, latent, device=device)
+    product = LatentProduct(weight, None, False) if decodes else None
+    new = NewTokens(positions, places)
+    latent_append(q, kept, queries, pages, norm, rotation, new, product)
 
     of_q = q.view(tokens, heads, -1)[..., nope:]
-    torch.testing.assert_close(queries[..., latent:], turned(of_q, True))
-    assert (queries[..., :latent] == 7.0).all()
+    torch.testing.assert_close(queries[..., latent:], turned(of_q, rotation, positions))
+    absorbed = torch.full((tokens, heads, latent), 7.0, device=device)
+    if decodes:
+        absorbed = torch.einsum("thn,hnl->thl", q.view(tokens, heads, -1)[..., :nope], weight)
+        if rotation.q_scale is not None:
+            absorbed = absorbed * rotation.q_scale[positions][:, None, None]
+    torch.testing.assert_close(queries[..., :latent], absorbed, rtol=1e-4, atol=1e-4)
     first = kept[:, :latent]
     normed = first * torch.rsqrt(first.square().mean(-1, keepdim=True) + 1e-6) * norm.weight
-    rows_of = torch.cat((normed, turned(kept[:, None, latent:], False)[:, 0]), -1)
+    plain = replace(rotation, q_scale=None)
+    parts = turned(kept[:, None, latent:], plain, positions)[:, 0]
+    rows_of = torch.cat((normed, parts), -1)
     expected = torch.zeros_like(pages).flatten(0, 1)
     expected[slots[written], 0] = rows_of[written]
     torch.testing.assert_close(pages, expected.view_as(pages))
@@ -242,11 +263,17 @@ def test_lora_of_the_absorbed_product(device: torch.device, rank: int) -> None:
     delta = torch.einsum("thk,hkr,rl->thl", q, b[:, :keys], a) * weights.scales[0]
     expected = y.clone()
     expected[..., :latent] += torch.where(touched, delta, 0.0)
-    add_latent_lora(q, y[..., :latent], slots, adapters.table, SITE, rows, "keys")
+    lora = AbsorbedLora(slots, adapters.table, SITE, rows)
+    add_latent_lora(q, y[..., :latent], lora, "keys")
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
     read, out = torch.randn(4, heads, latent, device=device), torch.randn(4, heads, values)
     out = out.to(device)
     delta = torch.einsum("thl,rl,hvr->thv", read, a, b[:, keys:]) * weights.scales[0]
     expected = out + torch.where(touched, delta, 0.0)
-    add_latent_lora(read, out, slots, adapters.table, SITE, rows, "values")
+    add_latent_lora(read, out, lora, "values")
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+    # The same in one kernel with the base's product.
+    matrices = torch.randn(heads, values, latent, device=device)
+    expected = torch.einsum("thl,hvl->thv", read, matrices) + torch.where(touched, delta, 0.0)
+    absorbed_values(read, LatentProduct(matrices.transpose(1, 2), lora, False), out)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)

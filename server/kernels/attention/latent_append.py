@@ -1,4 +1,5 @@
-"""New tokens of attention to latents: the norm of the latent, the rotation, the write to a page.
+"""New tokens of attention to latents: the norm of the latent, the rotation, the write to a page; of
+few tokens also their queries, which absorb `kv_b`.
 
 One launch a layer. The cached row of a token is its normed latent, then the rotated part, whose
 features lie as `rotation.py` says.
@@ -13,8 +14,19 @@ import triton.language as tl
 from loraplex.server.kernels.attention.decode_attention import DecodeBatchView
 from loraplex.server.kernels.attention.pages import place_in_pages
 from loraplex.server.kernels.attention.rotation import Rotation, load_angles, pair_columns
+from loraplex.server.kernels.launch.launch import let_next_start, wait
+from loraplex.server.kernels.lora.latent_lora import LatentProduct, absorbed_block
 
 _HEADS_A_PROGRAM = 8
+
+
+class NewTokens(NamedTuple):
+    """Where new tokens go. turns: int64 `[tokens]`, rows of the rotation's tables. places: int64
+    `[tokens]`, page * page_size + offset, -1 = a token whose row is left out; or the decodes that
+    the tokens are."""
+
+    turns: torch.Tensor
+    places: torch.Tensor | DecodeBatchView
 
 
 class LatentNorm(NamedTuple):
@@ -31,21 +43,24 @@ def latent_append(
     pages: torch.Tensor,
     norm: LatentNorm,
     rotation: Rotation,
-    turns: torch.Tensor,
-    places: torch.Tensor | DecodeBatchView,
+    new: NewTokens,
+    product: LatentProduct | None = None,
 ) -> None:
     """Rotate queries, and write the cached rows of tokens. q: `[tokens, heads * (nope + turned)]`;
     kept: `[tokens, latent + turned]`; both contiguous. queries: `[tokens, heads, latent + turned]`,
     contiguous, of which the rotated part is filled. pages: `[pages, page_size, 1, latent +
-    turned]`, of one stride from page to page. turns: int64 `[tokens]`, rows of the rotation's
-    tables. places: int64 `[tokens]`, page * page_size + offset, -1 = a token whose row is left out;
-    or the decodes that the tokens are. One kernel. Raises ValueError where more turns than the part
-    has.
+    turned]`, of one stride from page to page. product: fills what meets latents, of few tokens;
+    None = nothing does. One kernel. Raises ValueError where more turns than the part has.
     """
     tokens, heads, features = queries.shape
     latent = len(norm.weight)
-    turned = features - latent
+    turned, (turns, places) = features - latent, new
     paged = isinstance(places, DecodeBatchView)
+    groups = triton.cdiv(heads, _HEADS_A_PROGRAM) + 1
+    nope, blocks = q.shape[1] // heads - turned, 0
+    absorbing = LatentProduct(norm.weight.expand(1, nope, latent), None, False)
+    if product is not None:
+        absorbing, blocks = product, heads * triton.cdiv(latent, product.blocks[1])
     where: tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]
     if isinstance(places, DecodeBatchView):
         table = places.page_table
@@ -53,7 +68,7 @@ def latent_append(
     else:
         where = (places, places, places, 0)
     if tokens:
-        _latent_append_kernel[(tokens, triton.cdiv(heads, _HEADS_A_PROGRAM) + 1)](
+        _latent_append_kernel[(tokens, groups + blocks)](
             q,
             kept,
             queries,
@@ -64,23 +79,24 @@ def latent_append(
             *where,
             pages,
             pages.stride(0),
+            *absorbing.arguments,
             HEADS=heads,
-            NOPE=q.shape[1] // heads - turned,
-            LATENT=latent,
+            GROUPS=groups,
             HALF=turned // 2,
             PAGE_SIZE=pages.shape[1],
             BLOCK_L=triton.next_power_of_2(latent),
             BLOCK_P=triton.next_power_of_2(turned // 2),
             BLOCK_H=_HEADS_A_PROGRAM,
             PAGED=paged,
-            num_warps=2,
+            num_warps=2 if product is None else 4,
             **rotation.switches(turned),
+            **absorbing.switches,
         )
 
 
 @triton.jit(
-    do_not_specialize=["epsilon", "stride_pages"],
-    do_not_specialize_on_alignment=["turns_ptr", "rows_ptr", "positions_ptr"],
+    do_not_specialize=["epsilon", "stride_pages", "site", "num_sites"],
+    do_not_specialize_on_alignment=["turns_ptr", "rows_ptr", "positions_ptr", "slots_ptr"],
 )
 def _latent_append_kernel(
     q_ptr: tl.tensor,
@@ -96,9 +112,18 @@ def _latent_append_kernel(
     stride_pages: tl.tensor,
     pages_ptr: tl.tensor,
     stride: tl.tensor,
+    weight_ptr: tl.tensor,
+    stride_head: tl.tensor,
+    stride_in: tl.tensor,
+    stride_out: tl.tensor,
+    slots_ptr: tl.tensor,
+    words_ptr: tl.tensor,
+    ints_ptr: tl.tensor,
+    floats_ptr: tl.tensor,
+    site: tl.tensor,
+    num_sites: tl.tensor,
     HEADS: tl.constexpr,
-    NOPE: tl.constexpr,
-    LATENT: tl.constexpr,
+    GROUPS: tl.constexpr,
     HALF: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_L: tl.constexpr,
@@ -108,13 +133,42 @@ def _latent_append_kernel(
     PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     SCALED: tl.constexpr,
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    HEAD: tl.constexpr,
+    KEYS: tl.constexpr,
+    LORA: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
-    """A program takes some heads of one token; the last one of a token its cached row."""
+    """A program takes some heads of one token, the last one of these its cached row; those behind
+    absorb, each for some features of one head."""
+    let_next_start(PDL)
     token = tl.program_id(0).to(tl.int64)
+    LATENT: tl.constexpr = OUTPUTS
+    NOPE: tl.constexpr = INPUTS
     TOKEN: tl.constexpr = LATENT + 2 * HALF
+    BLOCKS: tl.constexpr = (LATENT + BLOCK_O - 1) // BLOCK_O
     inside = (tl.arange(0, BLOCK_P) < HALF)[None, :]
-    turn = tl.load(turns_ptr + token)
-    if tl.program_id(1) + 1 < tl.num_programs(1):
+    if tl.program_id(1) >= GROUPS:
+        item = tl.program_id(1) - GROUPS
+        head = item // BLOCKS
+        row = token * HEADS + head
+        factor = tl.full((), 1.0, tl.float32)
+        if SCALED:
+            factor = tl.load(tables[1] + tl.load(turns_ptr + token))
+        absorbed_block(
+            q_ptr + row * (NOPE + 2 * HALF), queries_ptr + row * TOKEN,
+            (weight_ptr, stride_head, stride_in, stride_out),
+            (words_ptr, ints_ptr, floats_ptr, site, num_sites), slots_ptr + token, head,
+            item % BLOCKS * BLOCK_O + tl.arange(0, BLOCK_O), factor,
+            INPUTS, OUTPUTS, HEAD, KEYS, True, LORA, BLOCK_I, BLOCK_R, PDL,
+        )  # fmt: skip
+    elif tl.program_id(1) + 1 < GROUPS:
+        wait(PDL)
+        turn = tl.load(turns_ptr + token)
         head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
         row = token * HEADS + head
         _turn(
@@ -122,6 +176,8 @@ def _latent_append_kernel(
             (head < HEADS) & inside, tables, turn, HALF, BLOCK_P, PAIRS, INTERLEAVED, SCALED,
         )  # fmt: skip
     else:
+        wait(PDL)
+        turn = tl.load(turns_ptr + token)
         slot = tl.load(rows_ptr + token).to(tl.int64)
         if PAGED:
             position = tl.load(positions_ptr + token)

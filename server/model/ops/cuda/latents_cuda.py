@@ -10,12 +10,21 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from loraplex.server.kernels.attention.latent_append import LatentNorm, NewTokens, latent_append
+from loraplex.server.kernels.attention.rotation import Rotation
 from loraplex.server.kernels.attention.unfolded_attention import (
     UnfoldedKeys,
     unfolded_prompts,
     unfolded_tiles,
 )
-from loraplex.server.kernels.lora.latent_lora import HeadRows, add_latent_lora
+from loraplex.server.kernels.lora.latent_lora import (
+    MOST_ABSORBED,
+    AbsorbedLora,
+    HeadRows,
+    LatentProduct,
+    absorbed_values,
+    add_latent_lora,
+)
 from loraplex.server.kernels.lora.scale_outputs import scale_outputs
 from loraplex.server.kernels.lora.table import LoraTable
 from loraplex.server.model.latent_weights import LatentWeights
@@ -37,56 +46,86 @@ from loraplex.server.model.spec.model_spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class AbsorbedProducts:
-    """A layer's `kv_b` with a batch's adapters. site: of kv_b."""
+    """A layer's `kv_b` with a batch's adapters. site: of kv_b. early: programmatic launch."""
 
     weights: LatentWeights
     lora: DeviceLora | None
     table: LoraTable
     site: Site
+    early: bool
 
     @property
     def _rows(self) -> HeadRows:
         return HeadRows(self.weights.spec.nope, self.weights.spec.value_dim)
 
-    def queries(self, q: torch.Tensor, scales: torch.Tensor | None, count: int) -> torch.Tensor:
-        """Compute queries, `[tokens, heads, latent + turned]`, whose rotated part is still to come.
-        q: `[tokens, heads * (nope + turned)]`. scales: factors of tokens, float32 `[tokens]`.
-        count: of the first tokens; the others' are not computed.
-        """
+    def _lora(self, count: int) -> AbsorbedLora | None:
+        """Adapters of the first tokens."""
+        if self.lora is None:
+            return None
+        return AbsorbedLora(self.lora.slots[:count], self.table, self.site.number, self._rows)
+
+    def _of_few(self, weight: torch.Tensor, count: int) -> LatentProduct | None:
+        """The product of the first tokens in one kernel, where these are few and no adapter changes
+        the base's own. weight: `[heads, in, out]`."""
+        is_plain = self.lora is None or self.lora.vectors is None
+        if not (is_plain and 0 < count <= MOST_ABSORBED):
+            return None
+        return LatentProduct(weight, self._lora(count), self.early)
+
+    def append(
+        self,
+        q: torch.Tensor,
+        kept: torch.Tensor,
+        pages: torch.Tensor,
+        rotation: Rotation,
+        new: NewTokens,
+        count: int,
+    ) -> torch.Tensor:
+        """Write latents and rotated parts to pages, as `latent_append` does. Returns queries,
+        rotated; of the first `count` tokens they have absorbed `kv_b`."""
         spec, keys = self.weights.spec, self.weights.keys
-        found = q.new_empty(len(q), len(keys), spec.head_dim)
-        if not count:
-            return found
-        plain = q.view(len(q), len(keys), -1)[:count, :, : spec.nope]
-        scaled = plain
+        queries = q.new_empty(len(q), len(keys), spec.head_dim)
+        product = self._of_few(keys, count) if count == len(q) else None
+        if product is None and count:
+            scales = rotation.q_scale
+            scales = None if scales is None else scales[new.turns[:count]]
+            self._absorb(q[:count], scales, queries[:count])
+        norm = LatentNorm(*self.weights.latent_norm)
+        latent_append(q, kept, queries, pages, norm, rotation, new, product)
+        return queries
+
+    def _absorb(self, q: torch.Tensor, scales: torch.Tensor | None, found: torch.Tensor) -> None:
+        """Compute queries but for the rotated part. q: `[tokens, heads * (nope + turned)]`; found:
+        `[tokens, heads, latent + turned]`. scales: factors of tokens, float32 `[tokens]`."""
+        spec, keys = self.weights.spec, self.weights.keys
+        plain = q.view(len(q), len(keys), -1)[..., : spec.nope]
+        scaled, lora = plain, self._lora(len(q))
         if self.lora is not None and self.lora.vectors is not None:
             scaled = self._scaled(plain, self.lora)
-        latents = found[:count, :, : spec.latent]
+        latents = found[..., : spec.latent]
         torch.bmm(scaled.transpose(0, 1), keys, out=latents.transpose(0, 1))
-        if self.lora is not None:
-            context = (self.lora.slots[:count], self.table, self.site.number, self._rows)
-            add_latent_lora(plain, latents, *context, "keys")
+        if lora is not None:
+            add_latent_lora(plain, latents, lora, "keys")
         if scales is not None:
-            latents.mul_(scales[:count, None, None])
-        return found
+            latents.mul_(scales[:, None, None])
 
     def values(self, read: torch.Tensor, out: torch.Tensor) -> None:
         """Compute heads' results. read: `[tokens, heads, latent]`; out: `[tokens, heads,
         value_dim]`.
         """
-        values = self.weights.values
-        if not len(read):
-            return
-        torch.bmm(read.transpose(0, 1), values.transpose(1, 2), out=out.transpose(0, 1))
-        if self.lora is None:
-            return
-        if self.lora.vectors is not None:
-            nope = self.weights.spec.nope
-            whole = out.new_zeros(*out.shape[:2], sum(self._rows))
-            whole[..., nope:] = out
-            out.copy_(self._changed(whole, self.lora)[..., nope:])
-        context = (self.lora.slots[: len(read)], self.table, self.site.number, self._rows)
-        add_latent_lora(read, out, *context, "values")
+        values = self.weights.values.transpose(1, 2)
+        product, lora = self._of_few(values, len(read)), self._lora(len(read))
+        if product is not None:
+            absorbed_values(read, product, out)
+        elif len(read):
+            torch.bmm(read.transpose(0, 1), values, out=out.transpose(0, 1))
+            if self.lora is not None and self.lora.vectors is not None:
+                nope = self.weights.spec.nope
+                whole = out.new_zeros(*out.shape[:2], sum(self._rows))
+                whole[..., nope:] = out
+                out.copy_(self._changed(whole, self.lora)[..., nope:])
+            if lora is not None:
+                add_latent_lora(read, out, lora, "values")
 
     def _scaled(self, q: torch.Tensor, lora: DeviceLora) -> torch.Tensor:
         """Queries times the factors of keys. What is added to all keys alike changes no score."""

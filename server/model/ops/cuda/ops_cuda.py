@@ -8,9 +8,8 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from loraplex.server.kernels.attention.decode_attention import DecodeBatchView
 from loraplex.server.kernels.attention.decode_work import WorkLayout
-from loraplex.server.kernels.attention.latent_append import LatentNorm, latent_append
+from loraplex.server.kernels.attention.latent_append import NewTokens
 from loraplex.server.kernels.attention.rope_append import rope_append
 from loraplex.server.kernels.attention.rope_append_lora import rope_append_lora
 from loraplex.server.kernels.attention.rotation import QkNorm
@@ -391,39 +390,35 @@ class CudaOps:
         site: Site,
     ) -> torch.Tensor:
         q, kept = (self.complete(product) for product in products)
-        attention, rotation = plan.attention, self.rotations[layer]
-        scales = None if rotation.q_scale is None else rotation.q_scale[plan.angles]
-        absorbed = AbsorbedProducts(weights, lora, self.table.device_table, site)
-        unfolding = plan.unfolding
+        attention, unfolding, spec = plan.attention, plan.unfolding, weights.spec
+        table, early = self.table.device_table, self._configs.programmatic_launch
+        absorbed = AbsorbedProducts(weights, lora, table, site, early)
         count = len(q) if unfolding is None else unfolding.absorbed
-        queries = absorbed.queries(q, scales, count)
-        group, pages = self.cache.groups.group(layer), self.cache.of(layer)[0]
+        group, rotation = self.cache.groups.group(layer), self.rotations[layer]
         if plan.slots is not None:
-            places: torch.Tensor | DecodeBatchView = plan.slots[group]
+            new = NewTokens(plan.angles, plan.slots[group])
         elif attention.decode is not None:
-            places = attention.decode[group]
+            new = NewTokens(plan.angles, attention.decode[group])
         else:
             raise TypeError("a step of decodes alone, and no decodes")
-        norm = LatentNorm(*weights.latent_norm)
-        latent_append(q, kept, queries, pages, norm, rotation, plan.angles, places)
+        queries = absorbed.append(q, kept, self.cache.of(layer)[0], rotation, new, count)
         # What pads a captured step reads zeros.
         make = queries.new_empty if plan.attended is None else queries.new_zeros
-        heads = queries.shape[1]
-        read = make(count, heads, weights.spec.latent)
+        read = make(count, queries.shape[1], spec.latent)
         if attention.decode is not None:
             rows = attention.decodes
             self._paged.decode_latents(attention.decode, layer, queries[rows], read[rows])
         prompts = attention.prompts
         if attention.prefill is not None:
             attention.prefill.run(layer, queries[prompts], read[prompts])
-        room = _room_attended(plan, q, heads * weights.spec.value_dim)
-        out = room.view(len(q), heads, -1)
+        room = _room_attended(plan, q, queries.shape[1] * spec.value_dim)
+        out = room.view(len(q), -1, spec.value_dim)
         absorbed.values(read, out[:count])
         if unfolding is not None:
-            own = q.view(len(q), heads, -1)
-            if scales is not None:
-                own.mul_(scales[:, None, None])
-            both = own[prompts], queries[prompts][..., weights.spec.latent :]
+            own = q.view(len(q), -1, spec.nope + spec.turned)
+            if rotation.q_scale is not None:
+                own.mul_(rotation.q_scale[plan.angles, None, None])
+            both = own[prompts], queries[prompts][..., spec.latent :]
 
             def product(latents: torch.Tensor, of: DeviceLora | None) -> torch.Tensor:
                 return self.complete(self.linear(latents, weights.kv_b, of, site))

@@ -19,7 +19,7 @@ _Delta = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]
 
 
 class ExpertTerms(NamedTuple):
-    """What experts give, to be summed by row. results: `[rows * top_k, features]`, contiguous;
+    """Terms of a row, which experts give. results: `[rows * top_k, features]`, contiguous;
     weights: float32 `[rows, top_k]`. beside: `[rows, features]`, contiguous, a term of its own;
     None = none.
     """

@@ -11,7 +11,7 @@ from peft import LoraConfig
 
 from tests.kernels.batches import interpreted
 from tests.server.model.adapter_zoo import zoo_of
-from tests.server.model.families.test_gpu_path import LATENT, SMALL
+from tests.server.model.families.test_gpu_path import SERVED, SMALL
 from tests.server.model.families.variants import VARIANTS
 from tests.server.model.gpu_pair import assert_same, small_pair
 from tests.server.model.hub_models import make_model
@@ -49,7 +49,7 @@ def test_same_as_the_reference(
         "everything": zoo_of(VARIANTS[name])["rank64_everything"],
         "dora": LoraConfig(r=4, lora_alpha=8, **config),
     }
-    model = make_model(name, **{**SMALL, **LATENT})
+    model = make_model(name, **{**SMALL, **SERVED[name, "fa3"]})
     prefixes = set[int]()
 
     def saved(spec: Any, starts: np.ndarray, num_new: np.ndarray) -> np.ndarray:

@@ -399,11 +399,12 @@ def _changes(model: Any) -> Iterator[tuple[str, Matrix, Matrix]]:
     The module's weight is given up afterwards.
     """
     import torch
+    from transformers.pytorch_utils import Conv1D
 
     has_start = _START in model.peft_config
     for path, layer in _layers(model):
         linear = layer.get_base_layer()
-        if not isinstance(linear, torch.nn.Linear):
+        if not isinstance(linear, torch.nn.Linear | Conv1D):
             raise refusal(f"{path}: the base has no linear module of that name")
         with torch.no_grad():
             layer.to(torch.float64)
@@ -412,13 +413,15 @@ def _changes(model: Any) -> Iterator[tuple[str, Matrix, Matrix]]:
             except Exception as error:  # any error that a wrong adapter causes in PEFT
                 raise refusal(f"{path}: PEFT cannot merge it: {_words(error)}") from None
             linear.weight = torch.nn.Parameter(torch.empty(0))
+        if isinstance(linear, Conv1D):  # GPT-2's, which holds `[in, out]`
+            change = change.T
         yield path, change.detach().numpy(), added.detach().numpy()
 
 
 def _since_start(layer: Any, linear: Any) -> "tuple[torch.Tensor, torch.Tensor]":
     """LoRA's change of a weight, less that of its start; and of a bias, which is none."""
     change = layer.get_delta_weight(_ADAPTER) - layer.get_delta_weight(_START)
-    return change, change.new_zeros(linear.out_features)
+    return change, change.new_zeros(getattr(linear, "nf", None) or linear.out_features)
 
 
 def _merged(layer: Any, linear: Any) -> "tuple[torch.Tensor, torch.Tensor]":

@@ -343,4 +343,6 @@ def _pack_quantized(form: PackedForm, stored: Stored) -> UnpackedArea:
 
 def _bytes(words: torch.Tensor) -> torch.Tensor:
     """View words as bytes: int32 `[rows, n]` -> uint8 `[rows, 4 n]`, the lowest bits first."""
+    if words.stride(-1) != 1:  # contiguous or not, where there is one column
+        words = words.clone(memory_format=torch.contiguous_format)
     return words.contiguous().view(torch.uint8)

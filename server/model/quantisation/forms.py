@@ -103,8 +103,9 @@ class AwqForm(msgspec.Struct, frozen=True):
 
     def tensors(self, out_features: int, in_features: int) -> Iterator[TensorForm]:
         groups = _groups(in_features, self.group)
-        yield self.marker._replace(shapes=((in_features, out_features // 8),))
-        yield TensorForm("qzeros", INT32, ((groups, out_features // 8),))
+        words = -(-out_features // 8)
+        yield self.marker._replace(shapes=((in_features, words),))
+        yield TensorForm("qzeros", INT32, ((groups, words),))
         yield TensorForm("scales", FLOATS, ((groups, out_features),))
         yield TensorForm("bias", FLOATS, ((out_features,),), optional=True)
 

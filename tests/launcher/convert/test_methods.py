@@ -85,6 +85,24 @@ def test_served_as_peft_computes(base: Base, name: str, tmp_path: Path) -> None:
     base.check(oracle, tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [("gpt2", ["attn.c_attn"]), ("llava-llama", r".*language_model.*\.v_proj")],
+)
+def test_of_other_modules_and_in_larger_models(
+    family: str, targets: list[str] | str, tmp_path: Path
+) -> None:
+    """GPT-2's modules hold `[in, out]`; transformers has another class for models of images."""
+    base = Base(family, tmp_path / "base")
+    oracle = get_peft_model(base.model, peft.VeraConfig(r=5, target_modules=targets))
+    disturb(oracle, seed=3)
+    oracle.save_pretrained(tmp_path / "adapter")
+    assert base.convert(tmp_path / "adapter").fit is not None
+    base.model = make_model(family)
+    base.check(oracle, tmp_path / "out")
+    base.driver.close()
+
+
 @pytest.mark.parametrize(("base", "init"), sparse(FAMILIES, [*CHANGED_BASES]), indirect=["base"])
 def test_trained_on_a_changed_base(base: Base, init: str, tmp_path: Path) -> None:
     initial = tmp_path / "initial"

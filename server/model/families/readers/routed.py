@@ -56,6 +56,11 @@ _YARN: Mapping[str, Any] = {
     "original_max_position_embeddings": 4096,
 }
 _CORRECTION = "e_score_correction_bias"
+# Where transformers 5 has tensors, and how published checkpoints call them.
+_MINIMAX_STORED = ((rf"\.mlp\.{_CORRECTION}$", f".block_sparse_moe.{_CORRECTION}"),)
+_ERNIE_STORED = ((r"\.mlp\.gate\.moe_statics\.", ".mlp.moe_statics."),)
+_EXAONE_STORED = ((rf"\.mlp\.gate\.{_CORRECTION}$", f".mlp.{_CORRECTION}"),)
+_PHIMOE_STORED = ((r"\.mlp\.router\.weight$", ".mlp.gate.weight"),)
 
 
 def read_mixtral(fields: Fields) -> ModelSpec:
@@ -176,7 +181,7 @@ def read_minimax_m2(fields: Fields) -> ModelSpec:
     rules = RopeRules(theta=5e6, partial=1.0)
     model = llama.assembled(fields, sizes, rules=rules, eos=200020)
     model = llama.with_attention(model, **windowed.wide_norms(sizes))
-    return experts.with_experts(model, (moe,))
+    return experts.with_experts(replace(model, stored_names=_MINIMAX_STORED), (moe,))
 
 
 def read_ernie_moe(fields: Fields) -> ModelSpec:
@@ -205,7 +210,7 @@ def read_ernie_moe(fields: Fields) -> ModelSpec:
     rules = RopeRules(theta=5e5, interleaved=True)
     fields = family.tied_where_unsaid(fields)
     model = llama.assembled(fields, sizes, Biases(bias, bias, bias), rules)
-    return experts.with_experts(model, branches, sparse)
+    return experts.with_experts(replace(model, stored_names=_ERNIE_STORED), branches, sparse)
 
 
 def _ernie_layers(fields: Fields, sizes: ModelSizes) -> frozenset[int]:
@@ -231,7 +236,7 @@ def read_exaone_moe(fields: Fields) -> ModelSpec:
     kinds = fields.config.get("mlp_layer_types")
     if kinds is not None:
         sparse = read_sparse_layers(fields, sizes, kinds)
-    model = family.model(fields, sizes, layers, max_context, eos=53)
+    model = family.model(fields, sizes, layers, max_context, eos=53, stored_names=_EXAONE_STORED)
     return experts.with_experts(model, (moe, shared), sparse)
 
 
@@ -312,7 +317,8 @@ def read_phimoe(fields: Fields) -> ModelSpec:
     model = llama.assembled(fields, sizes, biases, rules, windows=windows)
     model = family.with_norms(model, family.layer_norms(sizes))
     linear = replace(model.head.linear, bias=bool(config.get("lm_head_bias", False)))
-    model = replace(model, head=replace(model.head, linear=linear))
+    head = replace(model.head, linear=linear)
+    model = replace(model, head=head, stored_names=_PHIMOE_STORED)
     return experts.with_experts(model, (moe,))
 
 

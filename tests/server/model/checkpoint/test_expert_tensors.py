@@ -28,7 +28,11 @@ def assert_served(folder: Path, model: PreTrainedModel) -> None:
     driver.close()
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe-dense-layer"])
+# Of the last four the router, or what corrects its scores, has another name in published files.
+@pytest.mark.parametrize(
+    "name",
+    ["mixtral", "qwen3-moe-dense-layer", "ernie-moe", "exaone-moe", "minimax-m2", "phimoe"],
+)
 def test_one_tensor_for_all_experts(name: str, tmp_path: Path) -> None:
     """As transformers names them itself; Mixtral's router then has another name, too."""
     model = make_model(name)

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from loraplex.server.model.checkpoint.checkpoint import read_config
+from loraplex.server.model.checkpoint import unpack
+from loraplex.server.model.checkpoint.checkpoint import CheckpointError, read_config
 from loraplex.server.model.weights import MlpWeights, ModelWeights, load_weights
 from tests.server.model.hub_models import make_model
 from tests.server.model.quantised.checkpoints import matrices, save_quantised
@@ -71,6 +72,19 @@ def test_of_odd_shapes(name: str, tmp_path: Path) -> None:
     model = make_model("llama3", **ODD)
     save_quantised(model, tmp_path, FORMATS[name])
     assert_loaded(load(tmp_path), model, ROUNDED.get(name, 0.0))
+
+
+def test_zero_points_of_outputs_that_fill_one_word() -> None:
+    """As those of Mamba's time steps, which are a part of a matrix."""
+    words = torch.tensor([[1, 2, 3]], dtype=torch.int32)
+    assert unpack._bytes(words.T).tolist() == [[each, 0, 0, 0] for each in (1, 2, 3)]
+
+
+def test_outputs_that_fill_no_words_of_awq(tmp_path: Path) -> None:
+    model = make_model("llama3", num_key_value_heads=1, head_dim=18)
+    save_quantised(model, tmp_path, FORMATS["awq"])
+    with pytest.raises(CheckpointError, match=r"k_proj.qweight \(expected I32 \[64, 3\]"):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["awq", "ct-fp8-channel", "nf4"])

@@ -5,10 +5,11 @@ go. Its clock is the count of uses.
 """
 
 import math
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from heapq import nsmallest
 from typing import Literal
+
+from loraplex.adapters.common.newest import NewestKept
 
 EvictionReason = Literal[
     "bytes",  # another adapter needed more extents than were free
@@ -52,7 +53,7 @@ class Worth:
     """
 
     def __init__(self) -> None:
-        self._records: OrderedDict[str, _Record] = OrderedDict()
+        self._records = NewestKept[str, _Record](MAX_REMEMBERED)
         self._uses = 0
         self._usual: float | None = None  # density, smoothed over all loads
 
@@ -108,10 +109,8 @@ class Worth:
         return worths
 
     def _record(self, digest: str) -> _Record:
-        record = self._records.setdefault(digest, _Record(self._uses))
-        self._records.move_to_end(digest)
-        if len(self._records) > MAX_REMEMBERED:
-            self._records.popitem(last=False)
+        record = self._records.get(digest) or _Record(self._uses)
+        self._records[digest] = record
         return record
 
 

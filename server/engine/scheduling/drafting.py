@@ -4,8 +4,9 @@ A draft begins behind the last token that is known, so its sequence waits for ea
 sequences have a step in flight while the next is planned.
 """
 
-from collections import OrderedDict, abc
+from collections import abc
 
+from loraplex.adapters.common.newest import NewestKept
 from loraplex.server.constraints.constraint import Foresight
 from loraplex.server.constraints.wishes import ForesightWish
 from loraplex.server.engine.drafts.draft import NO_DRAFT, Draft, DraftOwner, under_grammar
@@ -36,7 +37,7 @@ class Drafting:
         self.drafted = self.accepted = 0
         self._max_draft = max_draft
         self._ahead, self._all_hold, self._tokens, self._has_room = False, True, 0, False
-        self._owners = OrderedDict[DraftOwner, Acceptance]()
+        self._owners = NewestKept[DraftOwner, Acceptance](_MOST_OWNERS)
         # Constrained sequences with new tokens; those of the last wishes, and their drafts.
         self._changed = list[Sequence]()
         self._asked = list[tuple[Sequence, Draft]]()
@@ -124,10 +125,8 @@ class Drafting:
     def _open(self, sequence: Sequence) -> Drafts:
         """Open the sequence's drafts, for its first look."""
         owner = _owner(sequence)
-        known = self._owners.setdefault(owner, Acceptance())
-        self._owners.move_to_end(owner)
-        if len(self._owners) > _MOST_OWNERS:
-            self._owners.popitem(last=False)
+        known = self._owners.get(owner) or Acceptance()
+        self._owners[owner] = known
         sequence.acceptance = Acceptance(known.ratio)
         return self.source.open(owner, sequence.request.prompt_ids)
 

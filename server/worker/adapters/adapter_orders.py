@@ -7,11 +7,11 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection
 from concurrent.futures import Executor
 from typing import Protocol
 
+from loraplex.adapters.common.newest import NewestKept
 from loraplex.server.engine.messages import (
     AdapterSettled,
     EvictAdapter,
@@ -77,7 +77,7 @@ class AdapterOrders:
         self._numbers = itertools.count()
         self._answers: dict[int, asyncio.Future[str | None]] = {}  # by number; why not
         self._tasks: dict[asyncio.Task[None], tuple[int, str]] = {}  # connection, order_id
-        self._notes: OrderedDict[str, _Note] = OrderedDict()
+        self._notes = NewestKept[str, _Note](MAX_REMEMBERED)
         self.load_bytes_s = 0.0  # a running mean over adapters that came to the device
 
     # ---- routers
@@ -160,10 +160,8 @@ class AdapterOrders:
             task.cancel()
 
     def _note(self, digest: str) -> _Note:
-        note = self._notes.setdefault(digest, _Note())
-        self._notes.move_to_end(digest)
-        if len(self._notes) > MAX_REMEMBERED:
-            self._notes.popitem(last=False)
+        note = self._notes.get(digest) or _Note()
+        self._notes[digest] = note
         return note
 
     def _send_pins(self) -> None:

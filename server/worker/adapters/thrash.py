@@ -1,7 +1,8 @@
 """Detects adapters that return to the device soon after their eviction. Pure."""
 
-from collections import OrderedDict
 from collections.abc import Collection
+
+from loraplex.adapters.common.newest import NewestKept
 
 MAX_REMEMBERED = 4096
 
@@ -13,15 +14,12 @@ class ThrashWatch:
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
-        self._left: OrderedDict[str, float] = OrderedDict()
+        self._left = NewestKept[str, float](MAX_REMEMBERED)
 
     def changed(self, before: Collection[str], after: Collection[str], now: float) -> None:
         """Note the adapters that were on the device, and those that are after evictions."""
         for digest in set(before).difference(after):
             self._left[digest] = now
-            self._left.move_to_end(digest)
-        while len(self._left) > MAX_REMEMBERED:
-            self._left.popitem(last=False)
 
     def loads(self, digest: str, now: float) -> bool:
         """Note that an adapter has come to the device, and say whether that is thrash."""

@@ -35,17 +35,20 @@ class AdapterTemplate(msgspec.Struct, frozen=True):
         return default | self.named
 
 
-class OwnToken(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A token that the base's tokenizer does not have. special and the like: as in
-    `tokenizer.json`."""
+class ListedToken(msgspec.Struct, frozen=True, gc=False):
+    """A token as `tokenizer.json` lists it."""
 
     id: int
-    content: str
+    content: str = ""
     special: bool = False
     lstrip: bool = False
     rstrip: bool = False
     single_word: bool = False
     normalized: bool = False
+
+
+class OwnToken(ListedToken, frozen=True, array_like=True, gc=False):
+    """A token that the base's tokenizer does not have."""
 
 
 class AdapterText(NamedTuple):

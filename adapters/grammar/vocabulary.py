@@ -33,22 +33,8 @@ class Vocabulary(NamedTuple):
     tokens: KnownTokens
 
     @property
-    def size(self) -> int:
-        """The size of the model's vocabulary, and of masks."""
-        return len(self.tokens.by_id)
-
-    @property
     def end_ids(self) -> tuple[int, ...]:
         return self.tokens.end_ids
-
-    @property
-    def specials(self) -> dict[int, bytes]:
-        return self.tokens.specials
-
-    @property
-    def mask_words(self) -> int:
-        """int32 words of one mask."""
-        return -(-self.size // 32)
 
 
 class _TokenList:

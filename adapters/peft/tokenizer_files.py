@@ -13,7 +13,7 @@ import msgspec
 from loraplex.adapters.base import BaseSpec
 from loraplex.adapters.chat.conversation import DEFAULT_TEMPLATE, TEMPLATE_FILE
 from loraplex.adapters.common.strict_json import StrictJsonError, decode_object
-from loraplex.adapters.manifest import AdapterTemplate, AdapterText, OwnToken
+from loraplex.adapters.manifest import AdapterTemplate, AdapterText, ListedToken, OwnToken
 from loraplex.adapters.violations import Findings, shown
 
 _KINDS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
@@ -114,16 +114,6 @@ class AddedTokens:
         return found
 
 
-class _ListedToken(msgspec.Struct):
-    id: int
-    content: str = ""
-    special: bool = False
-    lstrip: bool = False
-    rstrip: bool = False
-    single_word: bool = False
-    normalized: bool = False
-
-
 class _Model(msgspec.Struct):
     """The part of a tokenizer's JSON that has its vocabulary. vocab: token -> id (BPE, WordPiece),
     or token and score of each id (Unigram).
@@ -134,7 +124,7 @@ class _Model(msgspec.Struct):
 
 class _Tokenizer(msgspec.Struct):
     model: _Model
-    added_tokens: list[_ListedToken] | None = None
+    added_tokens: list[ListedToken] | None = None
 
 
 def read_tokenizer_files(

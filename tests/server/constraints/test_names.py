@@ -224,7 +224,7 @@ class Walker:
     def __init__(self, found: Composed, words: Vocabulary, most: int) -> None:
         self._once, self._words, self._most = found.names_once, words, most
         self._matcher = compile_grammar(words, found.grammar, ServedGrammarLimits())
-        self._rules = TokenRules.of(SamplingParams(), words.end_ids, words.size)
+        self._rules = TokenRules.of(SamplingParams(), words.end_ids, len(words.tokens.by_id))
         self._tokens = NameTokens(words.tokens.by_id)
 
     def constraint(self, begun: bytes = b"") -> Constraint:
@@ -238,7 +238,7 @@ class Walker:
         return found
 
     def allowed(self, constraint: Constraint) -> list[int]:
-        row = np.zeros(mask_words(self._words.size), np.int32)
+        row = np.zeros(mask_words(len(self._words.tokens.by_id)), np.int32)
         constraint.fill(row)
         assert constraint.state != "failed", constraint.problem
         return allowed_by(row)

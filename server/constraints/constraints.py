@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import queue
 import sys
 import threading
@@ -17,11 +18,12 @@ import numpy as np
 from llguidance import LLMatcher
 
 from loraplex.adapters.common.turns import Room, Turns, WorkTurn
-from loraplex.adapters.grammar.checker import CheckerBroken, CheckerUnavailable
+from loraplex.adapters.grammar.checker import CHECKER, CheckerBroken, CheckerUnavailable
 from loraplex.adapters.grammar.compile import GrammarError
 from loraplex.adapters.grammar.deep_threads import DeepThreads, deep_executor
 from loraplex.adapters.grammar.limits import ServedGrammarLimits
 from loraplex.adapters.grammar.vocabulary import Vocabulary, VocabularyError
+from loraplex.adapters.helpers.helper import start_problem
 from loraplex.server.constraints.compilations import Compilations
 from loraplex.server.constraints.constraint import (
     COSTLY_S,
@@ -41,13 +43,14 @@ from loraplex.server.constraints.wishes import (
     MaskWish,
 )
 from loraplex.server.engine.admission import Refusal
+from loraplex.server.engine.executor import ExecutorLimits
 from loraplex.server.engine.messages import GrammarCompiled
 
 T = TypeVar("T")
 R = TypeVar("R")
 log = logging.getLogger(__name__)
 
-
+_MAX_MASK_THREADS = 8
 _THREAD_S = 0.002  # of work, for each thread that does it
 # Masks that cost no more are filled together, by llguidance's threads. Each of those in Python
 # would take the interpreter twice.
@@ -408,6 +411,26 @@ class Constraints:
         for token_id in wish.accepted_ids:
             constraint.note(token_id)
         return constraint
+
+
+def make_constraints(
+    config: ServedGrammarLimits, limits: ExecutorLimits, load: Callable[[], Vocabulary]
+) -> Constraints:
+    """Make the worker's constraints. load: makes the model's vocabulary; where it has none,
+    grammars are refused.
+    """
+
+    def begin() -> Vocabulary:
+        start_problem(CHECKER)  # the log says it before the first request
+        return load()
+
+    return Constraints(
+        begin,
+        limits.vocab_size,
+        limits.eos_token_ids,
+        config,
+        mask_threads=max(1, min(_MAX_MASK_THREADS, len(os.sched_getaffinity(0)) // 2)),
+    )
 
 
 def _foresee(wish: ForesightWish, _is_open: Callable[[], bool]) -> Foresight:

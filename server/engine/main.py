@@ -25,8 +25,7 @@ from loraplex.adapters.common.pauses import shorten_pauses
 from loraplex.adapters.grammar.deep_threads import STACK_BYTES, run_deep
 from loraplex.adapters.sharding import Shard
 from loraplex.server.config import ConfigError, EngineConfig, set_unset_variables
-from loraplex.server.constraints.build import make_constraints
-from loraplex.server.constraints.constraints import Constraints
+from loraplex.server.constraints.constraints import Constraints, make_constraints
 from loraplex.server.engine.channel import WorkerChannel, WorkerGone
 from loraplex.server.engine.executor import Executor, ExecutorLimits, MemoryLine
 from loraplex.server.engine.group.follower import Follower

@@ -27,7 +27,7 @@ from loraplex.launcher.bench.engine.made_tokenizer import tokenizer_json
 from loraplex.launcher.bench.errors import BenchError
 from loraplex.launcher.known_models import served_families
 from loraplex.server.config import EngineConfig, KvDtype
-from loraplex.server.constraints.build import make_constraints
+from loraplex.server.constraints.constraints import make_constraints
 from loraplex.server.engine.loop import EngineLoop
 from loraplex.server.engine.memory.extents import FREE, fit
 from loraplex.server.engine.messages import (

@@ -13,7 +13,7 @@ from loraplex.router.batches.run import BatchParts
 from loraplex.router.config import RouterConfig
 from loraplex.router.files.store import FileStore
 from loraplex.router.files.stored_file import StorageLimits
-from loraplex.router.files.upload import UploadLimits, Uploads
+from loraplex.router.files.upload import Uploads
 from loraplex.router.generation.dispatcher import Dispatcher
 from loraplex.router.lines.lines import LineRules
 from loraplex.router.shared.sharing import Sharing
@@ -67,12 +67,11 @@ def make_batches(
         stop_s=min(_STOP_S, config.drain_timeout_s),
     )
     files = config.files
-    uploads = UploadLimits(files.max_file_bytes, config.body_timeout_s, files.expire_s)
     return BatchDesk(
         store=store,
         folder=batches,
         keeper=keeper,
-        uploads=Uploads(store, uploads),
+        uploads=Uploads(store, files, config.body_timeout_s),
         room_of=room_of,
         expiry_s=files.expire_s,
         door=door,

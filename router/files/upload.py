@@ -5,7 +5,6 @@ import contextlib
 import secrets
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -26,6 +25,7 @@ from loraplex.router.files.multipart import (
 from loraplex.router.files.store import FileStore
 from loraplex.router.files.stored_file import FILE_ID, StorageLimits, name_of, new_id
 from loraplex.router.http.body import ClientGone
+from loraplex.router.policy.batch_limits import FilesLimits
 
 # What is gathered before it is written.
 _WRITE_BYTES = 1 << 20
@@ -33,25 +33,15 @@ _MAX_FIELD_BYTES = 1024
 _MAX_AT_ONCE = 16
 
 
-@dataclass(frozen=True, slots=True)
-class UploadLimits:
-    """Limits on one upload. idle_s: longest wait for the next bytes. expiry_s: of a file whose form
-    says none.
-    """
-
-    max_bytes: int
-    idle_s: float
-    expiry_s: int
-
-
 class Uploads:
     """Receives uploads. Only so many run at once, so that they keep no disk and no memory from
-    others.
+    others. idle_s: longest wait for the next bytes.
     """
 
-    def __init__(self, store: FileStore, limits: UploadLimits) -> None:
+    def __init__(self, store: FileStore, limits: FilesLimits, idle_s: float) -> None:
         self._store = store
         self._limits = limits
+        self._idle_s = idle_s
         self._open = 0
 
     async def receive(self, request: Request, tenant: str, room: StorageLimits) -> FileObject:
@@ -75,10 +65,10 @@ class Uploads:
         now = time.time()
         file_id = new_id(FILE_ID, now, secrets.token_hex(6))
         path = await off_loop(self._store.begin, tenant, file_id)
-        form = _Form(path, self._limits.max_bytes)
+        form = _Form(path, self._limits.max_file_bytes)
         try:
             await self._read(request, reader, form, tenant, room)
-            purpose, expiry_s = parse_form(form.fields, self._limits.expiry_s)
+            purpose, expiry_s = parse_form(form.fields, self._limits.expire_s)
             require(form.filename is not None, "is needed", "file")
             require(form.nbytes, "it is empty", "file")
             await off_loop(form.flush)
@@ -94,7 +84,7 @@ class Uploads:
     async def _read(
         self, request: Request, reader: FormReader, form: "_Form", tenant: str, room: StorageLimits
     ) -> None:
-        async for piece in _pieces(request, self._limits.idle_s):
+        async for piece in _pieces(request, self._idle_s):
             try:
                 for event in reader.feed(piece):
                     form.take(event)

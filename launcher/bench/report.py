@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 PERCENTILES = (50, 90, 99)
 
 
@@ -64,13 +66,7 @@ def percentile(values: Sequence[float], p: float) -> float:
     """Computes a percentile by linear interpolation between order statistics; NaN
     without values.
     """
-    if not values:
-        return float("nan")
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * p / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return float(np.percentile(values, p)) if values else float("nan")
 
 
 def milliseconds(values: Sequence[float]) -> dict[str, float]:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.launcher.bench.load.workload import Lengths, Popularity, Workload, arrivals
+from loraplex.launcher.bench.load.workload import Lengths, Workload, arrivals
 from loraplex.launcher.bench.report import Outcome, Slo, percentile, summarise, table, why_none
 
 
@@ -54,12 +54,12 @@ def test_fixed_length() -> None:
 
 
 def test_zipf_ratio() -> None:
-    random = Random(1)
-    popularity = Popularity.zipf(10, 1.0)
-    counts = Counter(popularity.draw(random) for _ in range(40_000))
-    assert counts[0] / counts[1] == pytest.approx(2, rel=0.1)
-    assert counts[0] / counts[9] == pytest.approx(10, rel=0.2)
-    assert set(counts) == set(range(10))
+    one = Lengths.parse("1")
+    names = tuple("abcdefghij")
+    counts = Counter(call.adapter for call in Workload(40_000, names, 1.0, one, one).calls())
+    assert counts["a"] / counts["b"] == pytest.approx(2, rel=0.1)
+    assert counts["a"] / counts["j"] == pytest.approx(10, rel=0.2)
+    assert set(counts) == set(names)
 
 
 @pytest.mark.parametrize("burstiness", [0.5, 1.0, 2.0])

@@ -25,7 +25,7 @@ from loraplex.launcher.bench.errors import BenchError
 from loraplex.launcher.bench.load.serve import send, with_base_model
 from loraplex.launcher.bench.load.stream_client import StreamProtocol, open_stream
 from loraplex.launcher.bench.load.target import Target, body_of, model_of
-from loraplex.launcher.bench.load.workload import Call, Popularity, arrivals
+from loraplex.launcher.bench.load.workload import Call, arrivals
 from loraplex.launcher.bench.report import Outcome
 from loraplex.launcher.command_line import Parser
 from loraplex.launcher.option_types import above, number, whole, worded
@@ -160,14 +160,13 @@ async def _send_new(
     """Sends requests at Poisson arrivals until `end`, and waits for each. Adapters are drawn
     uniformly."""
     outcomes: list[Outcome] = []
-    popularity = Popularity.zipf(len(adapters), 0.0)
     begin = time.monotonic()
     async with asyncio.TaskGroup() as group:
         for number, at in enumerate(_times(window.new, random)):
             if begin + at >= end:
                 break
             await asyncio.sleep(max(0.0, begin + at - time.monotonic()))
-            name = plan.model_of(adapters[popularity.draw(random)])
+            name = plan.model_of(random.choices(adapters)[0])
             prompt = _prompt(random, plan.new_prompt)
             outcomes.append(Outcome(name, False, 0.0))
             call = Call(number, at, name, prompt, plan.new_output)

@@ -1,6 +1,5 @@
 """A load test's requests: arrivals, adapters and lengths, drawn from a seed. Pure."""
 
-import bisect
 import itertools
 import math
 import re
@@ -65,19 +64,9 @@ class Lengths:
         return min(max(value, self.low), self.high)
 
 
-@dataclass(frozen=True, slots=True)
-class Popularity:
-    """Zipf's law over n adapters: the k-th is drawn with weight k^-exponent (0 = uniform)."""
-
-    cumulative: tuple[float, ...]
-
-    @classmethod
-    def zipf(cls, count: int, exponent: float) -> "Popularity":
-        weights = ((k + 1) ** -exponent for k in range(count))
-        return cls(tuple(itertools.accumulate(weights)))
-
-    def draw(self, random: Random) -> int:
-        return bisect.bisect(self.cumulative, random.random() * self.cumulative[-1])
+def zipf(count: int, exponent: float) -> list[float]:
+    """Cumulative weights by Zipf's law, for `choices`: the k-th of so many weighs k^-exponent."""
+    return list(itertools.accumulate((k + 1) ** -exponent for k in range(count)))
 
 
 def arrivals(random: Random, rate: float, burstiness: float) -> Iterator[float]:
@@ -108,6 +97,7 @@ class Call:
 @dataclass(frozen=True, slots=True)
 class Workload:
     """Distribution of calls. adapters may hold None for the base; the first is the most popular.
+    zipf: see there.
 
     token_ids: range that prompt tokens are drawn from.
     """
@@ -124,14 +114,14 @@ class Workload:
 
     def calls(self) -> list[Call]:
         random = Random(self.seed)
-        popularity = Popularity.zipf(len(self.adapters), self.zipf)
+        weights = zipf(len(self.adapters), self.zipf)
         times = arrivals(Random(self.seed + 1), self.rate, self.burstiness)
         low, high = self.token_ids
         return [
             Call(
                 number,
                 next(times),
-                self.adapters[popularity.draw(random)],
+                random.choices(self.adapters, cum_weights=weights)[0],
                 [random.randrange(low, high) for _ in range(self.prompt.draw(random))],
                 self.output.draw(random),
             )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal, NamedTuple
 
-from loraplex.launcher.bench.load.workload import Lengths, Popularity
+from loraplex.launcher.bench.load.workload import Lengths, zipf
 
 Shape = Literal["zipf", "flash", "drift", "diurnal"]
 SHAPES: tuple[Shape, ...] = ("zipf", "flash", "drift", "diurnal")
@@ -63,11 +63,12 @@ class Traffic:
 
     def arrivals(self) -> Iterator[Arrival]:
         random = Random(self.seed)
-        popularity = Popularity.zipf(self.adapters, self.zipf)
+        weights = zipf(self.adapters, self.zipf)
         now = 0.0
         for _ in range(self.requests):
             now += random.expovariate(self._rate_at(now))
-            number = self._adapter_at(now, popularity.draw(random), random)
+            (drawn,) = random.choices(range(self.adapters), cum_weights=weights)
+            number = self._adapter_at(now, drawn, random)
             yield Arrival(
                 now, self.tenant, number, self.prompt.draw(random), self.output.draw(random)
             )

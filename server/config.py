@@ -118,8 +118,8 @@ class WorkerConfig:
     )
     host_kv_memory: int = option(
         0,
-        "host memory for keys and values that the device has no room for: prompts go on from them,"
-        " and preempted sequences too (0 = none)",
+        "host memory for keys and values, and snapshots of states, that the device has no room"
+        " for: prompts go on from them, and preempted sequences too (0 = none)",
         min=0,
         unit="bytes",
     )

@@ -72,8 +72,8 @@ class ExecutorLimits(msgspec.Struct, frozen=True):
     there; estimates, by which a step's time is shared. num_devices: that compute a step together.
     pictures: None = the base reads none.
 
-    host_pages, disk_pages: pages that host memory and the disk can keep. routing: of layers with
-    experts, all of which choose as many; None = there are none.
+    host_pages, disk_pages, host_snapshots: that host memory and the disk can keep. routing: of
+    layers with experts, all of which choose as many; None = there are none.
     """
 
     num_pages: int
@@ -100,6 +100,7 @@ class ExecutorLimits(msgspec.Struct, frozen=True):
     pictures: PictureLimits | None = None
     host_pages: int = 0
     disk_pages: int = 0
+    host_snapshots: int = 0
     routing: RoutingForm | None = None
 
     @property
@@ -184,7 +185,7 @@ class PageCopies(msgspec.Struct, frozen=True, array_like=True, tag="gc"):
 
     pages: of the device, of the ways out and in. slots: in host memory; none where pages are
     dropped. keys: names on disk; none of the ways out and in. The lists that there are run
-    parallel.
+    parallel. of_states: pages and slots are those of snapshots of states.
     """
 
     number: int
@@ -192,6 +193,7 @@ class PageCopies(msgspec.Struct, frozen=True, array_like=True, tag="gc"):
     pages: tuple[int, ...] = ()
     slots: tuple[int, ...] = ()
     keys: tuple[bytes, ...] = ()
+    of_states: bool = False
 
 
 class PagesCopied(msgspec.Struct, frozen=True, array_like=True, tag="pc"):

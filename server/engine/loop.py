@@ -200,11 +200,11 @@ class EngineLoop(Generic[T]):
     def _idle_s(self) -> float | None:
         """Seconds for which nothing can happen unless a message comes; None = for ever."""
         scheduler = self._scheduler
-        if scheduler.loads.copying or scheduler.pictures.busy or scheduler.swaps.is_copying:
+        if scheduler.loads.copying or scheduler.pictures.busy or scheduler.all_swaps.is_copying:
             return COPY_POLL_S
         if self._constraints.busy:
             return GRAMMAR_POLL_S
-        times = (self._scheduler.next_deadline(), self._scheduler.swaps.next_look)
+        times = (self._scheduler.next_deadline(), self._scheduler.all_swaps.next_look)
         waits = [max(0.0, time - self._clock()) for time in times if time is not None]
         if self._scheduler.num_unfinished:
             waits.append(HEARTBEAT_S)
@@ -422,7 +422,7 @@ class EngineLoop(Generic[T]):
             self._constraints.start(wish)
         for mask in self._scheduler.masks.take_wishes():
             self._constraints.fill_aside(mask)
-        for pages in self._scheduler.swaps.take_copies():
+        for pages in self._scheduler.all_swaps.take_copies():
             self._executor.copy_pages(pages)
         copies, needed, released, settled = self._scheduler.loads.take()
         for copy in copies:

@@ -238,7 +238,8 @@ class SwapStats(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
-    """Gauges after a step. resident: adapters on the device. evictions: counts by reason."""
+    """Gauges after a step. resident: adapters on the device. evictions: counts by reason. swaps,
+    state_swaps: of pages, and of snapshots of states as if these were pages."""
 
     free_pages: int = 0
     running: int = 0
@@ -254,6 +255,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     evictions: dict[EvictionReason, int] = {}
     device_use: DeviceUse = DeviceUse()
     swaps: SwapStats = SwapStats()
+    state_swaps: SwapStats = SwapStats()
 
 
 # Why a grammar was refused: it is no grammar; it costs more than the limits allow; the model's

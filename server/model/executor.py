@@ -51,7 +51,7 @@ from loraplex.server.model.start import (
     host_arena_made,
     host_pages_mapped,
     leave_a_core,
-    make_copier,
+    make_copiers,
 )
 from loraplex.server.model.steps.drafts import spread, spread_places
 from loraplex.server.model.steps.rows import Rows
@@ -129,7 +129,7 @@ class TorchExecutor:
         self._masks = MaskMemory(self.limits.most_decodes, self.device)
         vectors = OutputVectors(parts.weights, self._table.sites, self._table.tower).pieces
         self._copies = AdapterCopies(self._table, host_arena, vectors)
-        self._pages = make_copier(config, parts, host_pages)
+        self._pages, self._snapshots = make_copiers(config, parts, host_pages)
         self.stored_pages = self._pages.stored(self.limits.disk_pages)
         self._group = group
         self._remarked = set[Reach]()
@@ -213,13 +213,13 @@ class TorchExecutor:
         self._copies.start(copy.of_shard(self._group.shard.index))
 
     def copy_pages(self, copies: PageCopies) -> None:
-        self._pages.start(copies)
+        (self._snapshots if copies.of_states else self._pages).start(copies)
 
     def poll_copies(self) -> list[CopyNews]:
         with torch.inference_mode():
             news = self._copies.poll()
         self._remark([item.adapter_slot for item in news if isinstance(item, CopyUsable)])
-        return [*news, *self._pages.poll()]
+        return [*news, *self._pages.poll(), *self._snapshots.poll()]
 
     def _remark(self, slots: Sequence[int]) -> None:
         """Mark the first adapter of each kind that no graph has. slots: that are usable now."""
@@ -239,7 +239,7 @@ class TorchExecutor:
     @torch.inference_mode()
     def copies_over(self) -> list[CopyOver | PagesCopied]:
         """Return the copies that have ended, as `GroupMember` says."""
-        return [*self._copies.over(), *self._pages.poll()]
+        return [*self._copies.over(), *self._pages.poll(), *self._snapshots.poll()]
 
     def sums_offered(self) -> list[CopySums]:
         """Return numbers that wait to be summed over processes, as `GroupMember` says."""
@@ -273,6 +273,7 @@ class TorchExecutor:
         self._host_memory = memoryview(b"")
         self._copies.close()
         self._pages.close()
+        self._snapshots.close()
         self._graphs = self._token_graphs = None
         self._group.close()
 

@@ -2,9 +2,10 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from mmap import PAGESIZE
 from pathlib import Path
 
 import msgspec
@@ -256,8 +257,20 @@ def host_pages_mapped(config: EngineConfig) -> memoryview:
         raise ConfigError(f"--host-kv-memory: {what} ({error})") from error
 
 
-def make_copier(config: EngineConfig, parts: Parts, memory: memoryview) -> PageCopier:
-    """Make the copier of the cache's pages. memory: of `host_pages_mapped`. Raises ConfigError."""
+def make_copiers(
+    config: EngineConfig, parts: Parts, memory: memoryview
+) -> tuple[PageCopier, PageCopier]:
+    """Make the copiers of the cache's pages and of snapshots. memory: of `host_pages_mapped`.
+    Raises ConfigError.
+    """
+    kept, slots = parts.states.snapshots(), parts.limits.host_snapshots
+    end = len(memory) - slots * sum(each[0].nbytes for each in kept if slots)
+    end -= end % PAGESIZE
+    pages = _make_page_copier(config, parts, memory[:end])
+    return pages, _copier(kept, memory[end:], slots, None, after_steps=True)
+
+
+def _make_page_copier(config: EngineConfig, parts: Parts, memory: memoryview) -> PageCopier:
     cache, shard = parts.cache, parts.group.shard
     pools = [pool for pool in (cache.pool, cache.all_scales) if pool is not None]
     files = None
@@ -277,7 +290,18 @@ def make_copier(config: EngineConfig, parts: Parts, memory: memoryview) -> PageC
             files = PageFiles(Path(config.kv_folder), form)
         except OSError as error:
             raise ConfigError(f"--disk-kv: {config.kv_folder} cannot be used ({error})") from error
-    slots, after_steps = parts.limits.host_pages, shard.count > 1
+    return _copier(pools, memory, parts.limits.host_pages, files, after_steps=shard.count > 1)
+
+
+def _copier(
+    pools: Sequence[torch.Tensor],
+    memory: memoryview,
+    slots: int,
+    files: PageFiles | None,
+    *,
+    after_steps: bool,
+) -> PageCopier:
+    """Make a copier, as PageCopier says. Raises ConfigError."""
     try:
         return PageCopier(pools, memory, slots, files, after_steps=after_steps)
     except MemoryError as error:

@@ -3,7 +3,7 @@
 Labels are few and closed: no name, digest or id is one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter
@@ -173,6 +173,12 @@ class WorkerMetrics:
         self.recalled_pages = meters.counter(
             "recalled_kv_pages", "KV pages that sequences waited for instead of computing them"
         )
+        self.kept_snapshots = meters.gauge("kept_snapshots", "Snapshots of states in host memory")
+        self.snapshot_copies = meters.counter(
+            "snapshot_copies",
+            "Snapshots of states copied, by way: out of the device into host memory, in again",
+            {"way": ("out", "in")},
+        )
 
     def _declare_adapters(self) -> None:
         meters = self.meters
@@ -299,14 +305,14 @@ class WorkerMetrics:
             self.device_seconds.labels(use).inc(max(grown, 0.0))
         self._note_evictions("device", seen.evictions, stats.evictions)
         self._note_swaps(seen.swaps, stats.swaps)
+        self.kept_snapshots.set(stats.state_swaps.host)
+        _add_copied(self.snapshot_copies, ("out", "in"), seen.state_swaps, stats.state_swaps)
 
     def _note_swaps(self, seen: SwapStats, now: SwapStats) -> None:
         self.kept_pages.labels("host").set(now.host)
         self.kept_pages.labels("disk").set(now.disk)
         self.recalled_pages.inc(max(now.recalled - seen.recalled, 0))
-        for way in _COPIED:
-            copied = now.copied.get(way, 0) - seen.copied.get(way, 0)
-            self.page_copies.labels(way).inc(max(copied, 0))
+        _add_copied(self.page_copies, _COPIED, seen, now)
         for way in ("write", "read"):
             failed = now.failed.get(way, 0) - seen.failed.get(way, 0)
             self.page_faults.labels(way).inc(max(failed, 0))
@@ -323,3 +329,8 @@ class WorkerMetrics:
     ) -> None:
         for reason, count in evictions.items():
             self.evictions.labels(tier, reason).inc(max(count - seen.get(reason, 0), 0))
+
+
+def _add_copied(counter: Counter, ways: Sequence[PageWay], seen: SwapStats, now: SwapStats) -> None:
+    for way in ways:
+        counter.labels(way).inc(max(now.copied.get(way, 0) - seen.copied.get(way, 0), 0))

@@ -9,6 +9,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 
@@ -179,7 +180,12 @@ class CertifyingExecutor:
         self.pages_below = FakePages(self._kv, self._is_read, sizes, check)
         self.stored_pages: tuple[bytes, ...] = ()
         self._rows: dict[int, FakeRow] = {}
-        self._snapshots: dict[int, tuple[int, Mark]] = {}  # tokens, and the mark after them
+        # Tokens, and the mark after them.
+        self._snapshots: list[list[Any]] = [[None, None] for _ in range(limits.num_snapshots)]
+        # The device reads a snapshot, and writes it again, in the order of launches and copies.
+        self.states_below = FakePages(
+            self._snapshots, lambda snapshot: False, (limits.host_snapshots, 0), check
+        )
         self._slots: dict[int, tuple[str, frozenset[int]]] = {}
         # Until they are usable, and from then on until they are over; with polls left.
         self._copies: list[tuple[int, AdapterCopy]] = []
@@ -224,7 +230,7 @@ class CertifyingExecutor:
 
     def _save(self, snapshot: int, row: FakeRow) -> None:
         check(0 <= snapshot < self.limits.num_snapshots, f"no snapshot {snapshot}")
-        self._snapshots[snapshot] = row.taken, row.state
+        self._snapshots[snapshot][:] = row.taken, row.state
 
     def mask_memory(self, count: int, words: int) -> np.ndarray:
         return np.zeros((count, words), dtype=np.int32)
@@ -537,10 +543,10 @@ class CertifyingExecutor:
         return bool(rows & self._holders[page])
 
     def copy_pages(self, copies: PageCopies) -> None:
-        self.pages_below.start(copies)
+        (self.states_below if copies.of_states else self.pages_below).start(copies)
 
     def poll_copies(self) -> list[CopyNews]:
-        news: list[CopyNews] = [*self.pages_below.poll()]
+        news: list[CopyNews] = [*self.pages_below.poll(), *self.states_below.poll()]
         ready, self._copies = _due(self._copies)
         for copy in ready:
             slot, digest = copy.adapter_slot, copy.layout.digest

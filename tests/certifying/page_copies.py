@@ -1,10 +1,11 @@
 """Pages below the device, for the certifying executor: copies that take a while, and may fail."""
 
 from collections.abc import Callable
+from typing import Any
 
 from loraplex.server.engine.executor import PageCopies, PagesCopied
 
-Page = list[bytes | None]
+Page = list[Any]
 Check = Callable[[bool, str], None]
 IsRead = Callable[[int], bool]
 

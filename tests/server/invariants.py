@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from loraplex.server.engine.memory.extents import TAKEN, each
 from loraplex.server.engine.memory.pages import PagePool
 from loraplex.server.engine.memory.residency import AdapterArena
-from loraplex.server.engine.memory.snapshots import SnapshotPool
+from loraplex.server.engine.scheduling.states import SequenceStates
 from loraplex.server.engine.swapping.swaps import PageSwaps
 from loraplex.server.worker.sequences import Identity, SequenceTable
 
@@ -24,11 +24,18 @@ def check_pool(pool: PagePool) -> None:
     assert pool._page_of == {h: p for p, h in pool._hash_of.items()}, "hashes out of step"
 
 
-def check_snapshots(pool: SnapshotPool, written: Iterable[int]) -> None:
-    """Raises AssertionError: a snapshot is not in exactly one of free, kept, written. written: by
-    slices in flight."""
-    found = [*pool._free, *pool._kept.values(), *written]
-    assert sorted(found) == list(range(pool.count)), "snapshots lost or in two places"
+def check_snapshots(states: SequenceStates, written: Iterable[int]) -> None:
+    """Raises AssertionError: a snapshot is lost, or held by others than use it. written: by slices
+    in flight."""
+    pool, swaps = states.pool, states.swaps
+    check_pool(pool.slots)
+    check_swaps(swaps)
+    coming = [move.page for way, of in swaps._batches.values() if way == "in" for move in of]
+    recalled = [slot for recall in swaps._recalls.values() for slot in recall.held]
+    left = [save.snapshot for save in states.saves]
+    held = Counter([*written, *pool._of_plan, *left, *coming, *recalled])
+    found = {slot: count for slot, count in enumerate(pool.slots._references) if count}
+    assert held == found, "snapshots are held by others than use them"
 
 
 def check_swaps(swaps: PageSwaps) -> None:

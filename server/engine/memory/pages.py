@@ -102,6 +102,10 @@ class PagePool:
         """Whether a page with this content can be read."""
         return digest in self._page_of
 
+    def known(self) -> list[PageHash]:
+        """The hashes of all pages that can be read."""
+        return list(self._page_of)
+
     def match(self, hashes: Iterable[PageHash]) -> list[int]:
         """Hold the longest known prefix of `hashes`; its pages, in order."""
         pages: list[int] = []

@@ -6,35 +6,59 @@ A snapshot is free, being written, or kept under the hash of all tokens whose st
 
 from collections.abc import Iterable
 
-from loraplex.server.engine.memory.kept_slots import KeptSlots
-from loraplex.server.engine.memory.pages import PageHash
+from loraplex.server.engine.memory.pages import PageHash, PagePool
 
 
-class SnapshotPool(KeptSlots):
-    """Snapshots in slots.
+class SnapshotPool:
+    """Snapshots in slots, each of which is like one page.
 
     The device saves states of rows that leave before it restores any. So what a plan restores is
     not overwritten until the next plan begins.
     """
 
     def __init__(self, count: int) -> None:
-        self._of_plan = set[int]()
-        super().__init__(count, self._of_plan)
+        self.count = count
+        self.slots = PagePool(count, 1)
+        self._of_plan: list[int] = []
 
     def begin_plan(self) -> None:
-        self._of_plan.clear()
+        self.slots.release(self._of_plan)
+        self._of_plan = []
+
+    def knows(self, digest: PageHash) -> bool:
+        return self.slots.knows(digest)
 
     def read(self, digest: PageHash) -> int:
         """Use a kept snapshot in this plan."""
-        self._kept.move_to_end(digest)
-        self._of_plan.add(self._kept[digest])
-        return self._kept[digest]
+        (slot,) = self.slots.match([digest])
+        self._of_plan.append(slot)
+        return slot
+
+    def take(self) -> int | None:
+        """A slot to write, which comes back by `keep` or `give_back`. The least recently used
+        content gives way; None = all slots are in use."""
+        slots = self.slots.allocate(1)
+        return None if slots is None else slots[0]
+
+    def publish(self, slot: int, digest: PageHash) -> None:
+        """A taken slot will hold this content before any plan reads it."""
+        self.slots.publish(slot, digest)
+
+    def keep(self, slot: int, digest: PageHash) -> None:
+        """A taken slot holds this content. The first one of them is kept."""
+        self.publish(slot, digest)
+        self.give_back(slot)
+
+    def give_back(self, slot: int) -> None:
+        """A taken slot is written no more."""
+        self.slots.release([slot])
 
     def forget(self, digests: Iterable[PageHash]) -> None:
         for digest in digests:
-            if digest in self._kept:
-                self._free.append(self._kept.pop(digest))
+            slots = self.slots.match([digest])
+            self.slots.forget(slots)
+            self.slots.release(slots)
 
-    def clear(self) -> None:
-        """Forget all that is kept."""
-        self.forget(list(self._kept))
+    def known(self) -> list[PageHash]:
+        """The hashes of all that is kept."""
+        return self.slots.known()

@@ -1,12 +1,13 @@
 """How sequences take, share and give up pages of the KV cache. Pure."""
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice, takewhile
+from itertools import count, islice, takewhile
 
 from loraplex.server.engine.executor import ExecutorLimits
 from loraplex.server.engine.memory.pages import GroupPages, PageHash, PagePool, group_key
 from loraplex.server.engine.scheduling.sequence import Sequence
 from loraplex.server.engine.scheduling.states import SequenceStates
+from loraplex.server.engine.swapping.all_swaps import AllSwaps
 from loraplex.server.engine.swapping.swaps import PageSwaps
 
 Knows = Callable[[PageHash], bool]
@@ -26,15 +27,18 @@ class SequencePages:
 
     Where rows have states, pages are read up to a place whose state is kept.
 
-    Pages that the device has overwritten may lie below it (`swaps`), and come back.
+    Pages that the device has overwritten may lie below it (`swaps`), and come back, as snapshots
+    of states may (`all_swaps`: both).
     """
 
     def __init__(self, limits: ExecutorLimits, stored: Iterable[PageHash] = ()) -> None:
         page_size = limits.page_size
-        self.states = SequenceStates(limits)
+        numbers = count(1)
+        self.states = SequenceStates(limits, numbers)
         self._has_states = limits.has_states
         self.pool = PagePool(limits.num_pages, page_size)
-        self.swaps = PageSwaps(limits, self.pool, stored)
+        self.swaps = PageSwaps(limits, self.pool, stored, numbers)
+        self.all_swaps = AllSwaps(self.states.swaps, self.swaps)
         self.windows = limits.page_windows
         # Whether sequences give up pages as they go on.
         self.has_windows = any(window is not None for window in self.windows)
@@ -95,15 +99,19 @@ class SequencePages:
         return False
 
     def recall(self, sequence: Sequence, reserve: int) -> bool | None:
-        """Begin to bring pages back to the device from which a prompt can go on, and hold them.
-        None = there are none for which the prompt should wait. False unless all pages of its
-        prompt could be taken, and `reserve` pages a group be left.
+        """Begin to bring pages back to the device from which a prompt can go on, and hold them;
+        with them there, the snapshot behind them. None = there is nothing for which the prompt
+        should wait. False unless all pages of its prompt could be taken, and `reserve` pages a
+        group be left.
         """
-        keys, full = self._worth_recalling(sequence)
+        tokens = self._worth_recalling(sequence)
+        full = tokens // self.pool.page_size
+        keys = self._keys_before(sequence, tokens) if tokens else []
         found = [(key, self.pool.page_of(key)) for key in keys]
         held = [page for _, page in found if page is not None]
         missing = [key for key, page in found if page is None]
-        if not missing:
+        lacks_state = tokens > 0 and not self._has_state(sequence, tokens, below=False)
+        if not (missing or lacks_state):
             return None
         more = sum(
             self.pool.pages_for(len(sequence.tokens)) - full if window is None else 1
@@ -112,27 +120,41 @@ class SequencePages:
         spare = self.pool.available - reserve * self._groups
         if spare < len(missing) + sum(map(self.pool.is_idle, held)) + more:
             return False
+        if not missing:
+            return self._recall_state(sequence, tokens)
         self.pool.hold(held)
         pages = self.pool.allocate(len(missing))
         assert pages is not None
         self.swaps.recall(sequence.key, missing, pages, held)
         return True
 
-    def _worth_recalling(self, sequence: Sequence) -> tuple[list[PageHash], int]:
-        """Keys of all pages that a prompt reads if it goes on from pages below the device, and how
-        many full pages lie before that place; no keys where that saves little."""
-        if not self.swaps:
-            return [], 0
-        tokens = self._reusable(sequence, self._known(sequence, self._knows), self._knows)
+    def _recall_state(self, sequence: Sequence, tokens: int) -> bool | None:
+        """Begin to bring back the snapshot behind so many tokens. None = the device has no room."""
+        slot = self.states.pool.take()
+        if slot is None:
+            return None
+        digest = sequence.digest_at(self.pool.page_size, tokens)
+        self.states.swaps.recall(sequence.key, [digest], [slot], [])
+        return True
+
+    def _worth_recalling(self, sequence: Sequence) -> int:
+        """How many tokens a prompt need not compute if it goes on from what lies below the device;
+        0 where that saves little."""
+        if not (self.swaps or self.states.swaps):
+            return 0
+        tokens = self._reusable(sequence, self._known(sequence, self._knows), below=True)
         if tokens < SHARE_WORTH_TOKENS:
-            return [], 0
-        if tokens - self._reusable(sequence, self._known(sequence)) < SHARE_WORTH_TOKENS:
-            return [], 0
+            return 0
+        on_device = self._reusable(sequence, self._known(sequence))
+        return tokens if tokens - on_device >= SHARE_WORTH_TOKENS else 0
+
+    def _keys_before(self, sequence: Sequence, tokens: int) -> list[PageHash]:
+        """Keys of all pages that the token behind so many others sees."""
         full = tokens // self.pool.page_size
         keys = [key for group in range(self._groups) for key in self._seen(sequence, group, full)]
         if tokens % self.pool.page_size:
             keys += self._keys_of_last(sequence, tokens)
-        return keys, full
+        return keys
 
     def take(self, sequence: Sequence, reserve: int) -> bool:
         """Take pages, cached pages first: for all its tokens, and with a window for some. False
@@ -245,7 +267,7 @@ class SequencePages:
         """Forget what the sequence's pages contain: no further sequence may read it."""
         for group in sequence.pages:
             self.pool.forget(group.pages)
-        self.states.pool.forget(sequence.hashes)
+        self.states.forget(sequence.hashes)
         numbers = range(self._groups)
         self.swaps.forget(group_key(key, group) for key in sequence.hashes for group in numbers)
 
@@ -280,28 +302,37 @@ class SequencePages:
         """Whether a page is cached on the device or below it."""
         return self._has(digest) or self.swaps.knows(digest)
 
-    def _reusable(self, sequence: Sequence, count: int, knows: Knows | None = None) -> int:
+    def _reusable(self, sequence: Sequence, count: int, *, below: bool = False) -> int:
         """How many leading tokens need not be computed: in each group those pages are cached that
         the next token sees, and the state is kept. count: pages that are cached in the first
-        group. knows: as of `_known`."""
-        size, knows = self.pool.page_size, knows or self.pool.knows
-        if self._has_last(sequence, count, knows):
+        group. below: on the device or below it."""
+        size = self.pool.page_size
+        if self._has_last(sequence, count, below=below):
             return sequence.left_at
+        knows = self._knows if below else self.pool.knows
         while count:
             gap = self._gap(sequence, count, knows)
-            if gap is None and (not self._has_states or self._has_state(sequence, count * size)):
+            if gap is None and self._has_state(sequence, count * size, below=below):
                 break
             count = count - 1 if gap is None else gap
         return count * size
 
-    def _has_state(self, sequence: Sequence, tokens: int) -> bool:
-        return self.states.pool.knows(sequence.digest_at(self.pool.page_size, tokens))
+    def _has_state(self, sequence: Sequence, tokens: int, *, below: bool) -> bool:
+        """Whether the state behind so many tokens is kept, if there is one. below: as of
+        `_reusable`."""
+        if not self._has_states:
+            return True
+        digest = sequence.digest_at(self.pool.page_size, tokens)
+        return self.states.pool.knows(digest) or (below and self.states.swaps.knows(digest))
 
-    def _has_last(self, sequence: Sequence, count: int, knows: Knows) -> bool:
+    def _has_last(self, sequence: Sequence, count: int, *, below: bool) -> bool:
         """Whether all is there that the sequence left when it gave up its row, within a page."""
         page, rest = divmod(sequence.left_at, self.pool.page_size)
-        if not rest or page > count or not self._has_state(sequence, sequence.left_at):
+        if not rest or page > count:
             return False
+        if not self._has_state(sequence, sequence.left_at, below=below):
+            return False
+        knows = self._knows if below else self.pool.knows
         keys = self._keys_of_last(sequence, sequence.left_at)
         return all(map(knows, keys)) and self._gap(sequence, page, knows) is None
 

@@ -76,13 +76,14 @@ class Scheduler:
         self.config = config
         self.pages = SequencePages(limits, stored)
         self.states, self.swaps = self.pages.states, self.pages.swaps
+        self.all_swaps = self.pages.all_swaps
         self.arena = AdapterArena(limits.arena_extents, limits.extent_bytes, limits.adapter_slots)
         pictures = limits.pictures
         tower_layer = None if pictures is None else pictures.tower_layer
         waits = (config.max_loading, config.drain_after_s)
         self.loads = AdapterLoads(self.arena, *waits, tower_layer)
         self.shares = DeviceShares(limits, self.arena)
-        self.grammars, self.recalls = GrammarWaits(), PageWaits(self.swaps)
+        self.grammars, self.recalls = GrammarWaits(), PageWaits(self.all_swaps)
         self.pictures = PictureLoads(pictures, self.loads)
         self.waits = Waits(self.loads, self.grammars, self.pictures, self.recalls)
         self.masks = MaskShare()
@@ -176,7 +177,7 @@ class Scheduler:
 
     def copy_news(self, news: CopyNews, now: float) -> None:
         if isinstance(news, PagesCopied):
-            self.swaps.over(news, now)
+            self.all_swaps.over(news, now)
             self._go_on_swapping(now)
             return
         if isinstance(news, CopyUsable):
@@ -242,6 +243,7 @@ class Scheduler:
             accepted_draft_tokens=self.drafting.accepted,
             device_use=self.shares.use,
             swaps=self.swaps.stats(),
+            state_swaps=self.states.swaps.stats(),
         )
 
     def plan(self, now: float) -> StepPlan | None:
@@ -312,7 +314,7 @@ class Scheduler:
         self._ask()
 
     def _go_on_swapping(self, now: float) -> None:
-        self.swaps.go_on(now)
+        self.all_swaps.go_on(now)
         for sequence in self.recalls.take_served():
             self._wait(sequence)
 

@@ -1,11 +1,15 @@
 """Where states of sequences are saved, and under which hashes. Pure."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+
+import msgspec
 
 from loraplex.server.engine.executor import ExecutorLimits
+from loraplex.server.engine.memory.pages import PageHash
 from loraplex.server.engine.memory.snapshots import SnapshotPool
 from loraplex.server.engine.plan import StateCopy, StateSave
 from loraplex.server.engine.scheduling.sequence import Sequence
+from loraplex.server.engine.swapping.swaps import PageSwaps
 
 # A long prompt has a border after so many tokens, again and again.
 _FAR_TOKENS = 4096
@@ -17,10 +21,22 @@ class SequenceStates:
     The state of a prompt is saved at *borders*, which are ends of pages: the last one of the
     prompt, the last one before an activated adapter acts, every so many tokens, and where the
     prompt parts from what others have computed. Saves of rows that leave wait for the next plan.
+
+    Snapshots that the device has overwritten may lie in host memory (`swaps`), and come back.
     """
 
-    def __init__(self, limits: ExecutorLimits) -> None:
+    def __init__(self, limits: ExecutorLimits, numbers: Iterator[int]) -> None:
+        """numbers: of copies."""
         self.pool = SnapshotPool(limits.num_snapshots)
+        # As a page of so many tokens as lie between two borders of a long prompt.
+        of_snapshots = msgspec.structs.replace(
+            limits,
+            page_size=_FAR_TOKENS,
+            page_windows=(None,),
+            host_pages=limits.host_snapshots,
+            disk_pages=0,
+        )
+        self.swaps = PageSwaps(of_snapshots, self.pool.slots, (), numbers, of_states=True)
         self.saves = list[StateCopy]()
         self._size = limits.page_size
         self._far = max(1, _FAR_TOKENS // self._size) * self._size
@@ -52,7 +68,7 @@ class SequenceStates:
             if taken is None:
                 sequence.borders.remove(border)
             else:
-                found.append(StateSave(border, taken.slot))
+                found.append(StateSave(border, taken))
         return found
 
     def saved(self, sequence: Sequence, saves: Iterable[StateSave], *, is_valid: bool) -> None:
@@ -77,8 +93,8 @@ class SequenceStates:
             taken = self.pool.take()
             if taken is None:
                 return 0
-            self.saves.append(StateCopy(sequence.seq_row, taken.slot))
-            self.pool.keep(taken.slot, digest)
+            self.saves.append(StateCopy(sequence.seq_row, taken))
+            self.pool.publish(taken, digest)
         sequence.left_at = count
         return count
 
@@ -86,10 +102,19 @@ class SequenceStates:
         """The device failed. saves: of slices in flight. No snapshot holds what it should."""
         for save in saves:
             self.pool.give_back(save.snapshot)
-        self.pool.clear()
-        self.saves.clear()
+        self.forget(self.pool.known())
+        self.take_saves()
+
+    def forget(self, digests: Iterable[PageHash]) -> None:
+        """No sequence may read these snapshots any more, wherever they are."""
+        digests = list(digests)
+        self.pool.forget(digests)
+        self.swaps.forget(digests)
 
     def take_saves(self) -> list[StateCopy]:
-        """Saves of rows that left since the last call."""
+        """Saves of rows that left since the last call, which the caller carries out. Until then
+        their snapshots are not copied."""
         saves, self.saves = self.saves, []
+        for save in saves:
+            self.pool.give_back(save.snapshot)
         return saves

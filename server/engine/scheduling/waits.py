@@ -6,7 +6,7 @@ from loraplex.server.constraints.wishes import ConstraintWish
 from loraplex.server.engine.scheduling.loading import AdapterLoads
 from loraplex.server.engine.scheduling.picture_loads import PictureLoads
 from loraplex.server.engine.scheduling.sequence import BY_PRECEDENCE, Precedence, Sequence, State
-from loraplex.server.engine.swapping.swaps import PageSwaps
+from loraplex.server.engine.swapping.all_swaps import AllSwaps
 
 # Most sequences end before their deadline. The heap keeps at most this many of them.
 _LEFTOVERS = 1000
@@ -77,8 +77,8 @@ class PageWaits:
     """The sequences in state NEEDS_PAGES. Each holds pages of the device, and is the first to give
     them up."""
 
-    def __init__(self, swaps: PageSwaps) -> None:
-        self._swaps = swaps
+    def __init__(self, all_swaps: AllSwaps) -> None:
+        self._swaps = all_swaps
         self._parked: dict[int, Sequence] = {}
 
     def __len__(self) -> int:

@@ -6,8 +6,9 @@ mostly one of two. What is copied holds its page and its slot until the copy is 
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 from loraplex.server.engine.executor import ExecutorLimits, PageCopies, PagesCopied, PageWay
 from loraplex.server.engine.memory.pages import PageHash, PagePool
@@ -63,11 +64,18 @@ class PageSwaps:
     """
 
     def __init__(
-        self, limits: ExecutorLimits, pool: PagePool, stored: Iterable[PageHash] = ()
+        self,
+        limits: ExecutorLimits,
+        pool: PagePool,
+        stored: Iterable[PageHash] = (),
+        numbers: Iterator[int] | None = None,
+        *,
+        of_states: bool = False,
     ) -> None:
         """stored: pages on disk, no more than there may be, those that give way first at the
-        front."""
-        self._pool = pool
+        front. numbers: of copies; others take from them, too. of_states: the pool is of snapshots
+        of states, each like a page."""
+        self._pool, self._of_states = pool, of_states
         self.host, self.disk = PageStore(limits.host_pages), PageStore(limits.disk_pages)
         self._together = max(1, _TOKENS_TOGETHER // limits.page_size)
         groups = max(1, len(limits.page_windows))
@@ -87,7 +95,7 @@ class PageSwaps:
         self.coming: dict[PageHash, Recall] = {}  # pages on their way to the device
         self._copies: list[PageCopies] = []
         self._recalled: list[Recall] = []
-        self._number = 0
+        self._numbers = numbers or count(1)
         self._looks_at = self._writes_at = 0.0  # not before
         self._seen_moves = 0
         self._recalled_pages = 0
@@ -148,7 +156,8 @@ class PageSwaps:
 
     def abandon(self, key: int) -> None:
         """The sequence waits no more. Copies that have begun go on for whoever comes next."""
-        self._end(self._recalls[key])
+        if (recall := self._recalls.get(key)) is not None:
+            self._end(recall)
 
     def take_recalled(self) -> list[int]:
         """Keys of sequences whose recalls are over since the last call; some pages may have turned
@@ -192,6 +201,10 @@ class PageSwaps:
         """Copies that begin now, in this order."""
         copies, self._copies = self._copies, []
         return copies
+
+    def has_begun(self, number: int) -> bool:
+        """Whether copies of this number are under way."""
+        return number in self._batches
 
     def over(self, news: PagesCopied, now: float) -> None:
         """Note the end of copies."""
@@ -306,9 +319,9 @@ class PageSwaps:
 
     def _remove(self, digest: PageHash) -> None:
         """Remove a page's file, in the order of what is written."""
-        self._number += 1
-        self._batches[self._number] = ("drop", [])
-        self._copies.append(PageCopies(self._number, "drop", keys=(digest,)))
+        number = next(self._numbers)
+        self._batches[number] = ("drop", [])
+        self._copies.append(PageCopies(number, "drop", keys=(digest,)))
 
     def _begin_queued(self, way: PageWay) -> None:
         queue, moves = self._queues[way], list[_Move]()
@@ -342,14 +355,15 @@ class PageSwaps:
     def _begin(self, way: PageWay, moves: list[_Move]) -> None:
         if not moves:
             return
-        self._number += 1
-        self._batches[self._number] = (way, moves)
+        number = next(self._numbers)
+        self._batches[number] = (way, moves)
         on_device = way in ("out", "in")
         copies = PageCopies(
-            self._number,
+            number,
             way,
             tuple(move.page for move in moves) if on_device else (),
             tuple(move.slot for move in moves),
             () if on_device else tuple(move.digest for move in moves),
+            self._of_states,
         )
         self._copies.append(copies)

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from math import prod
+from mmap import PAGESIZE
 
 import msgspec
 
@@ -322,11 +323,27 @@ def split_prompts_bytes(attention: AttentionSpec, processors: int) -> int:
     return pieces * attention.num_heads * _FA2_QUERIES * (attention.head_dim + 1) * 4
 
 
+def host_snapshots(model: ModelSpec, engine: EngineConfig) -> int:
+    """Number of snapshots of states in host memory, which is divided as the device's."""
+    of_device = snapshots_bytes(model, engine)
+    if not of_device:
+        return 0
+    share = engine.host_kv_memory * of_device // (of_device + engine.kv_memory)
+    return share // state_bytes(model, engine.dtype)
+
+
+def host_pages_bytes(model: ModelSpec, engine: EngineConfig) -> int:
+    """Bytes of host memory for pages, in whole pages of the system. Snapshots lie behind them."""
+    of_snapshots = host_snapshots(model, engine) * state_bytes(model, engine.dtype)
+    return (engine.host_kv_memory - of_snapshots) // PAGESIZE * PAGESIZE
+
+
 def memory_table(
     model: ModelSpec, engine: EngineConfig, weights: int, others: int = 0
 ) -> tuple[MemoryLine, ...]:
     """List all uses of memory of a device, and of its process below the device. weights, others:
     bytes of the model's weights, and of other programs."""
+    each = state_bytes(model, engine.dtype)
     lines = (
         MemoryLine("weights", weights),
         MemoryLine("adapters", engine.adapter_memory),
@@ -337,7 +354,8 @@ def memory_table(
         MemoryLine("inputs of drafts", draft_inputs_bytes(model, engine)),
         MemoryLine("pictures", pictures_bytes(model, engine)),
         MemoryLine(WORKSPACE, workspace_bytes(model, engine)),
-        MemoryLine("KV cache", engine.host_kv_memory, "host"),
+        MemoryLine("KV cache", host_pages_bytes(model, engine), "host"),
+        MemoryLine("snapshots", host_snapshots(model, engine) * each, "host"),
         MemoryLine("KV cache", engine.disk_kv, "disk"),
     )
     return tuple(line for line in lines if line.nbytes)
@@ -393,7 +411,8 @@ def executor_limits(
     num_pages, least = engine.kv_memory // page if page else 0, page * len(windows)
     if num_pages < len(windows):
         raise ConfigError(f"--kv-memory is {engine.kv_memory} bytes; one page alone takes {least}")
-    if engine.host_kv_memory and engine.host_kv_memory < least:
+    of_host = host_pages_bytes(model, engine)
+    if engine.host_kv_memory and of_host < least:
         what = f"one page alone takes {least}" if least else "the model keeps no keys and values"
         raise ConfigError(f"--host-kv-memory is {engine.host_kv_memory} bytes; {what}")
     extents = engine.adapter_memory // engine.extent_bytes
@@ -426,8 +445,9 @@ def executor_limits(
         token_bytes=page // engine.page_size * len(windows),
         num_devices=engine.shards,
         pictures=picture_limits(model, engine, max_context),
-        host_pages=engine.host_kv_memory // page if page else 0,
+        host_pages=of_host // page if page else 0,
         disk_pages=engine.disk_kv // (page + _FILE_BYTES) if page else 0,
+        host_snapshots=host_snapshots(model, engine),
         routing=routing_form(model),
     )
 

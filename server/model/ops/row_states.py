@@ -69,6 +69,10 @@ class RowStates:
         """The tensors of one layer, `[rows + 1, ...]` of each `StateForm`."""
         return tuple(self._of_rows[form][place] for form, place in self._places[layer])
 
+    def snapshots(self) -> list[torch.Tensor]:
+        """Return what is kept in snapshots, `[snapshots, numbers]` of each layer and form."""
+        return [of_layer.flatten(1) for kept in self._kept.values() for of_layer in kept]
+
     def save(self, copies: Iterable[StateCopy]) -> None:
         """Copy whole states of rows into snapshots, one after the other."""
         for copy in copies:

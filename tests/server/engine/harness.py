@@ -317,8 +317,10 @@ class Harness:
         committed = bool(self.tickets) and (plan is None or len(self.tickets) >= self.depth)
         if committed:
             self.commit()
-        swaps = self.scheduler.swaps
-        copying = self.scheduler.loads.copying or swaps.is_copying or swaps.next_look is not None
+        all_swaps = self.scheduler.all_swaps
+        copying = (
+            self.scheduler.loads.copying or all_swaps.is_copying or all_swaps.next_look is not None
+        )
         busy = committed or filled or bool(self.tickets) or copying
         return busy or bool(self.needed and self.auto_stage)
 
@@ -331,7 +333,7 @@ class Harness:
 
     def exchange(self) -> None:
         self._make_constraints()
-        for pages in self.scheduler.swaps.take_copies():
+        for pages in self.scheduler.all_swaps.take_copies():
             self.executor.copy_pages(pages)
         loads = self.scheduler.loads.take()
         for copy in loads.copies:
@@ -359,7 +361,7 @@ class Harness:
         check_arena(self.scheduler.arena)
         pieces = [piece for ticket in self.tickets for piece in ticket.plan.slices]
         written = [save.snapshot for piece in pieces for save in piece.saves]
-        check_snapshots(self.scheduler.states.pool, written)
+        check_snapshots(self.scheduler.states, written)
         loads = self.scheduler.loads
         assert loads.num_parked == sum(map(len, loads._parked.values()))
 
@@ -394,6 +396,7 @@ class Harness:
         assert not self.scheduler._departing
         assert not self.scheduler._sequences
         assert not self.scheduler.swaps.coming
+        assert not self.scheduler.states.swaps.coming
         assert not self.scheduler.recalls
         assert not self.scheduler.loads._condemned
         assert len(self.taken) == self.segments

@@ -79,6 +79,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 "has_states": st.sampled_from([False, False, True]),
                 "num_snapshots": st.sampled_from([0, 1, 2, 6]),
                 "host_pages": st.sampled_from([0, 2, 30]),
+                "host_snapshots": st.sampled_from([0, 1, 12]),
                 "disk_pages": st.sampled_from([0, 2, 60]),
             }
         ),
@@ -97,7 +98,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         bad_percent: int,
     ) -> None:
         if not sizes["has_states"]:
-            sizes["num_snapshots"] = 0
+            sizes["num_snapshots"] = sizes["host_snapshots"] = 0
         engine = limits(**sizes, num_classes=CLASSES)
         self.options = CertifyOptions(
             engine.vocab_size,
@@ -119,6 +120,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.harness.runs = dict(RUNS)
         pages = self.harness.executor.pages_below
         pages.polls, pages.bad_percent = copy_polls, bad_percent
+        self.harness.executor.states_below.polls = copy_polls
 
     @rule(wish=WISHES)
     def submit(self, wish: dict[str, Any]) -> None:

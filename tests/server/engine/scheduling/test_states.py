@@ -129,20 +129,79 @@ def test_a_lost_step_leaves_no_snapshot() -> None:
     harness.executor.wait_idle()
     harness.scheduler.fail_running("internal", "lost")
     harness.exchange()
-    check_snapshots(harness.scheduler.states.pool, ())
+    check_snapshots(harness.scheduler.states, ())
     assert answer(harness, text(70)) == 0
+
+
+BELOW: dict[str, Any] = {"num_snapshots": 3, "host_pages": 400, "host_snapshots": 40}
+
+
+def test_snapshots_that_the_device_overwrote_come_back() -> None:
+    harness = made(**BELOW)
+    assert answer(harness, text(100)) == 0
+    for kind in range(1, 9):
+        answer(harness, text(100, kind))
+    assert answer(harness, text(100)) == 96
+    stats = harness.scheduler.stats()
+    assert stats.state_swaps.recalled == stats.state_swaps.copied["in"] == 1
+    assert answer(harness, text(100), adapter="a") == 0, "a state is of an adapter, too"
+    assert answer(harness, text(100), salt="other") == 0
+    assert stats.swaps.recalled > 10
+
+
+def test_an_activated_adapter_goes_on_from_the_bases_snapshot() -> None:
+    harness = made(**BELOW)
+    for kind in range(9):
+        answer(harness, text(100, kind))
+    assert answer(harness, [*text(100), 5, 6, 7], adapter="a", adapter_from=100) == 96
+    assert harness.scheduler.stats().state_swaps.recalled
+
+
+def test_states_without_pages_come_back() -> None:
+    harness = made(**BELOW | {"page_windows": (), "host_pages": 0})
+    for kind in range(8):
+        answer(harness, text(100, kind))
+    assert [answer(harness, text(100, kind)) for kind in range(8)] == [96] * 8
+
+
+def test_what_is_forgotten_does_not_come_back() -> None:
+    """The device is lost: neither its snapshots nor their copies are read again."""
+    harness = made(**BELOW)
+    for kind in range(6):
+        answer(harness, text(100, kind))
+    states = harness.scheduler.states
+    lost, below = states.pool.known(), list(states.swaps.host._kept)
+    harness.executor.wait_idle()
+    harness.scheduler.fail_running("internal", "lost")
+    harness.exchange()
+    assert len(lost) == 3
+    assert not any(states.pool.knows(each) or states.swaps.knows(each) for each in lost)
+    assert {*below} - {*lost} == {*states.swaps.host._kept}
+
+
+def test_a_row_that_leaves_is_saved_before_its_snapshot_is_copied() -> None:
+    harness = made(**BELOW | {"num_snapshots": 2, "max_rows": 1})
+    first = make_request(text(100), max_tokens=60, priority=BACKGROUND_PRIORITY)
+    key = harness.submit(first)
+    for _ in range(12):
+        harness.cycle()
+    for kind in range(1, 5):
+        harness.submit(make_request(text(100, kind)))
+    harness.run()
+    check_answer(harness, key, first)
+    assert harness.scheduler.stats().preemptions
+    assert harness.scheduler.stats().state_swaps.recalled
 
 
 def test_what_a_plan_restores_is_not_overwritten_by_it() -> None:
     pool = SnapshotPool(2)
-    for name in (b"a", b"b"):
-        taken = pool.take()
-        assert taken is not None
-        pool.keep(taken.slot, name)
+    for slot, name in enumerate((b"a", b"b")):
+        assert pool.take() == slot
+        pool.keep(slot, name)
     assert pool.read(b"a") == 0
-    assert (pool.take(), pool.take()) == ((1, b"b"), None)
+    assert (pool.take(), pool.take()) == (1, None)
     pool.begin_plan()
-    assert pool.take() == (0, b"a")
+    assert pool.take() == 0
     assert not pool.knows(b"a")
 
 
@@ -173,9 +232,11 @@ class Snapshots(RuleBasedStateMachine):
         tokens=st.sampled_from([3, 8, 20]),
         windows=st.sampled_from([(None,), (None,), (None, 5), ()]),
         depth=st.integers(1, 2),
+        below=st.sampled_from([(0, 0), (100, 0), (100, 3), (100, 20), (0, 9)]),
     )
     def begin(
         self,
+        below: tuple[int, int],
         snapshots: int,
         pages: int,
         rows: int,
@@ -185,6 +246,7 @@ class Snapshots(RuleBasedStateMachine):
     ) -> None:
         sizes: dict[str, Any] = {"max_decodes": 12}
         sizes |= {"num_pages": pages * len(windows), "max_rows": rows, "max_step_tokens": tokens}
+        sizes |= {"host_pages": below[0] if windows else 0, "host_snapshots": below[1]}
         engine = limits(
             has_states=True, num_snapshots=snapshots, page_windows=windows, max_context=48, **sizes
         )

@@ -9,10 +9,14 @@ import pytest
 import torch
 
 from loraplex.server.engine.executor import PageCopies, PagesCopied
+from loraplex.server.engine.plan import StateCopy
 from loraplex.server.engine.shared_memory import map_shared
+from loraplex.server.model.ops.row_states import RowStates
 from loraplex.server.model.pages.page_copier import PageCopier
+from tests.grids import beyond
 from tests.server.model.engine import Engine
 from tests.server.model.families.test_snapshots import Tried
+from tests.server.model.ops.test_row_states import MODEL
 from tests.server.model.sharding.processes import GroupDriver
 
 pytestmark = [
@@ -90,6 +94,26 @@ def test_answers_after_a_preemption(tried: Callable[..., Tried]) -> None:
     assert engine.scheduler.stats().swaps.recalled
 
 
+@pytest.mark.parametrize(
+    ("row", "shards"), [("qwen3.5", 1), ("qwen3.5", 2), *beyond(1, [("lfm2", 1), ("granite-h", 1)])]
+)
+def test_answers_after_snapshots_came_back(
+    tried: Callable[..., Tried], row: str, shards: int
+) -> None:
+    """The device keeps two snapshots: those of the first prompts are long overwritten."""
+    base = tried(row, shards)
+    assert base.driver.executor.limits.host_snapshots > 10
+    engine = base.engine(num_snapshots=2)
+    wishes = [base.wish(shuffled(0)), base.wish(shuffled(1), "rank16")]
+    base.ask(engine, *wishes)
+    lose(base, engine, range(2, 7))
+    hits = engine.hits
+    base.ask(engine, *wishes)
+    assert engine.hits - hits == 2 * 88
+    assert engine.scheduler.stats().state_swaps.recalled >= 2
+    engine.assert_at_rest()
+
+
 @pytest.mark.parametrize("shards", [1, 2])
 def test_pages_of_an_earlier_start(shards: int, tmp_path: Path) -> None:
     """Written by one engine, read by the next; a file that was changed is computed again."""
@@ -151,6 +175,29 @@ def test_bits_are_the_same(device: str, kept: torch.dtype, after_steps: bool) ->
         now = pool.view(torch.uint8)
         assert torch.equal(now[[11, 1, 2, 7, 6]], was[[3, 4, 5, 9, 0]])
         assert torch.equal(now[[0, 3, 4, 5, 8, 9, 10]], was[[0, 3, 4, 5, 8, 9, 10]])
+    copier.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bits_of_snapshots_are_the_same(device: str) -> None:
+    """Of all layers, in both of their forms."""
+    states = RowStates(MODEL, 2, torch.bfloat16, torch.device(device), snapshots=4)
+    of_rows = [state for layer in MODEL.states for state in states.of(layer)]
+    for state in of_rows:
+        state.copy_(torch.randn(state.shape))
+    pools = states.snapshots()
+    memory = map_shared(-1, 3 * sum(pool[0].nbytes for pool in pools))
+    copier = PageCopier(pools, memory, 3, None, after_steps=True)
+    states.save([StateCopy(0, 1), StateCopy(1, 2)])
+    copied(copier, PageCopies(1, "out", (1, 2), (2, 0), of_states=True))
+    for pool in pools:
+        pool.zero_()
+    copied(copier, PageCopies(2, "in", (3, 0), (2, 0), of_states=True))
+    states.restore([StateCopy(2, 3)])
+    assert all(torch.equal(state[2], state[0]) for state in of_rows)
+    states.restore([StateCopy(2, 0)])
+    assert all(torch.equal(state[2], state[1]) for state in of_rows)
+    assert not any(pool[1:3].any() for pool in pools)
     copier.close()
 
 

@@ -72,8 +72,8 @@ class ExecutorLimits(msgspec.Struct, frozen=True):
     there; estimates, by which a step's time is shared. num_devices: that compute a step together.
     pictures: None = the base reads none.
 
-    host_pages, disk_pages, host_snapshots: that host memory and the disk can keep. routing: of
-    layers with experts, all of which choose as many; None = there are none.
+    host_pages, disk_pages, host_snapshots, disk_snapshots: that host memory and the disk can keep.
+    routing: of layers with experts, all of which choose as many; None = there are none.
     """
 
     num_pages: int
@@ -101,6 +101,7 @@ class ExecutorLimits(msgspec.Struct, frozen=True):
     host_pages: int = 0
     disk_pages: int = 0
     host_snapshots: int = 0
+    disk_snapshots: int = 0
     routing: RoutingForm | None = None
 
     @property
@@ -270,6 +271,7 @@ class Executor(Protocol[T]):
     summary: tuple[str, ...]  # lines for a person: back ends, times of the start
     memory: tuple[MemoryLine, ...]  # what fills the device; () = nobody counts
     stored_pages: tuple[bytes, ...]  # keys of pages on disk, those longest there first
+    stored_snapshots: tuple[bytes, ...]  # as of pages
 
     def launch(self, plan: StepPlan, meanwhile: Callable[[], None] | None = None) -> T:
         """Begin a step.

@@ -111,7 +111,9 @@ def _serve(options: argparse.Namespace, channel: WorkerChannel) -> int:
         max_draft=config.max_draft,
         draft_memory=config.draft_memory,
     )
-    scheduler = Scheduler(executor.limits, scheduling, executor.stored_pages)
+    scheduler = Scheduler(
+        executor.limits, scheduling, executor.stored_pages, executor.stored_snapshots
+    )
     constraints = _constraints(config, executor.limits)
     loop = EngineLoop(executor, scheduler, channel, depth, constraints)
     shorten_pauses()

@@ -131,6 +131,7 @@ class TorchExecutor:
         self._copies = AdapterCopies(self._table, host_arena, vectors)
         self._pages, self._snapshots = make_copiers(config, parts, host_pages)
         self.stored_pages = self._pages.stored(self.limits.disk_pages)
+        self.stored_snapshots = self._snapshots.stored(self.limits.disk_snapshots)
         self._group = group
         self._remarked = set[Reach]()
         self.memory = parts.memory

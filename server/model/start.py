@@ -263,34 +263,38 @@ def make_copiers(
     """Make the copiers of the cache's pages and of snapshots. memory: of `host_pages_mapped`.
     Raises ConfigError.
     """
-    kept, slots = parts.states.snapshots(), parts.limits.host_snapshots
-    end = len(memory) - slots * sum(each[0].nbytes for each in kept if slots)
-    end -= end % PAGESIZE
-    pages = _make_page_copier(config, parts, memory[:end])
-    return pages, _copier(kept, memory[end:], slots, None, after_steps=True)
-
-
-def _make_page_copier(config: EngineConfig, parts: Parts, memory: memoryview) -> PageCopier:
-    cache, shard = parts.cache, parts.group.shard
+    cache, shard, limits = parts.cache, parts.group.shard, parts.limits
     pools = [pool for pool in (cache.pool, cache.all_scales) if pool is not None]
-    files = None
-    if parts.limits.disk_pages:
-        form = PageForm(
-            base_digest=config.base_digest,
-            dtype=config.dtype,
-            kv_dtype=config.kv_dtype,
-            page_size=config.page_size,
-            layers=cache.groups.layers,
-            width=cache.groups.width,
-            shard=shard.index,
-            shards=shard.count,
-            nbytes=page_bytes(parts.model, config),
-        )
-        try:
-            files = PageFiles(Path(config.kv_folder), form)
-        except OSError as error:
-            raise ConfigError(f"--disk-kv: {config.kv_folder} cannot be used ({error})") from error
-    return _copier(pools, memory, parts.limits.host_pages, files, after_steps=shard.count > 1)
+    kept, slots = parts.states.snapshots(), limits.host_snapshots
+    of_snapshot = sum(each[0].nbytes for each in kept) if slots else 0
+    end = (len(memory) - slots * of_snapshot) // PAGESIZE * PAGESIZE
+    form = PageForm(
+        base_digest=config.base_digest,
+        dtype=config.dtype,
+        kv_dtype=config.kv_dtype,
+        page_size=config.page_size,
+        layers=cache.groups.layers,
+        width=cache.groups.width,
+        shard=shard.index,
+        shards=shard.count,
+        nbytes=page_bytes(parts.model, config),
+    )
+    of_states = msgspec.structs.replace(form, layers=(), width=0, nbytes=of_snapshot)
+    files = _files(config.kv_folder, form, limits.disk_pages)
+    states = _files(f"{config.kv_folder}-states", of_states, limits.disk_snapshots)
+    after_steps = shard.count > 1
+    return (
+        _copier(pools, memory[:end], limits.host_pages, files, after_steps=after_steps),
+        _copier(kept, memory[end:], slots, states, after_steps=True),
+    )
+
+
+def _files(folder: str, form: PageForm, count: int) -> PageFiles | None:
+    """Take a folder for so many pages. Raises ConfigError."""
+    try:
+        return PageFiles(Path(folder), form) if count else None
+    except OSError as error:
+        raise ConfigError(f"--disk-kv: {folder} cannot be used ({error})") from error
 
 
 def _copier(

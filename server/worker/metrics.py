@@ -3,7 +3,7 @@
 Labels are few and closed: no name, digest or id is one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter
@@ -173,11 +173,15 @@ class WorkerMetrics:
         self.recalled_pages = meters.counter(
             "recalled_kv_pages", "KV pages that sequences waited for instead of computing them"
         )
-        self.kept_snapshots = meters.gauge("kept_snapshots", "Snapshots of states in host memory")
+        self.kept_snapshots = meters.gauge(
+            "kept_snapshots",
+            "Snapshots of states below the device, by tier",
+            {"tier": ("host", "disk")},
+        )
         self.snapshot_copies = meters.counter(
             "snapshot_copies",
-            "Snapshots of states copied, by way: out of the device into host memory, in again",
-            {"way": ("out", "in")},
+            "Snapshots of states copied, by way: as of KV pages",
+            {"way": _COPIED},
         )
 
     def _declare_adapters(self) -> None:
@@ -305,14 +309,15 @@ class WorkerMetrics:
             self.device_seconds.labels(use).inc(max(grown, 0.0))
         self._note_evictions("device", seen.evictions, stats.evictions)
         self._note_swaps(seen.swaps, stats.swaps)
-        self.kept_snapshots.set(stats.state_swaps.host)
-        _add_copied(self.snapshot_copies, ("out", "in"), seen.state_swaps, stats.state_swaps)
+        self.kept_snapshots.labels("host").set(stats.state_swaps.host)
+        self.kept_snapshots.labels("disk").set(stats.state_swaps.disk)
+        _add_copied(self.snapshot_copies, seen.state_swaps, stats.state_swaps)
 
     def _note_swaps(self, seen: SwapStats, now: SwapStats) -> None:
         self.kept_pages.labels("host").set(now.host)
         self.kept_pages.labels("disk").set(now.disk)
         self.recalled_pages.inc(max(now.recalled - seen.recalled, 0))
-        _add_copied(self.page_copies, _COPIED, seen, now)
+        _add_copied(self.page_copies, seen, now)
         for way in ("write", "read"):
             failed = now.failed.get(way, 0) - seen.failed.get(way, 0)
             self.page_faults.labels(way).inc(max(failed, 0))
@@ -331,6 +336,6 @@ class WorkerMetrics:
             self.evictions.labels(tier, reason).inc(max(count - seen.get(reason, 0), 0))
 
 
-def _add_copied(counter: Counter, ways: Sequence[PageWay], seen: SwapStats, now: SwapStats) -> None:
-    for way in ways:
+def _add_copied(counter: Counter, seen: SwapStats, now: SwapStats) -> None:
+    for way in _COPIED:
         counter.labels(way).inc(max(now.copied.get(way, 0) - seen.copied.get(way, 0), 0))

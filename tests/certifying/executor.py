@@ -179,12 +179,16 @@ class CertifyingExecutor:
         sizes = (limits.host_pages, limits.disk_pages)
         self.pages_below = FakePages(self._kv, self._is_read, sizes, check)
         self.stored_pages: tuple[bytes, ...] = ()
+        self.stored_snapshots: tuple[bytes, ...] = ()
         self._rows: dict[int, FakeRow] = {}
         # Tokens, and the mark after them.
         self._snapshots: list[list[Any]] = [[None, None] for _ in range(limits.num_snapshots)]
         # The device reads a snapshot, and writes it again, in the order of launches and copies.
         self.states_below = FakePages(
-            self._snapshots, lambda snapshot: False, (limits.host_snapshots, 0), check
+            self._snapshots,
+            lambda snapshot: False,
+            (limits.host_snapshots, limits.disk_snapshots),
+            check,
         )
         self._slots: dict[int, tuple[str, frozenset[int]]] = {}
         # Until they are usable, and from then on until they are over; with polls left.

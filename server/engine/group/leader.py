@@ -61,6 +61,7 @@ class GroupExecutor(Generic[T]):
         self._executor, self._links = executor, links
         self.limits, self.summary = executor.limits, executor.summary
         self.memory, self.stored_pages = executor.memory, executor.stored_pages
+        self.stored_snapshots = executor.stored_snapshots
         self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         # Copies that are over in some processes, by digest: the error of each. A slot may have
         # another adapter by then; an adapter is not copied again before its copy is over.

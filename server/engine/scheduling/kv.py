@@ -31,10 +31,15 @@ class SequencePages:
     of states may (`all_swaps`: both).
     """
 
-    def __init__(self, limits: ExecutorLimits, stored: Iterable[PageHash] = ()) -> None:
+    def __init__(
+        self,
+        limits: ExecutorLimits,
+        stored: Iterable[PageHash] = (),
+        stored_states: Iterable[PageHash] = (),
+    ) -> None:
         page_size = limits.page_size
         numbers = count(1)
-        self.states = SequenceStates(limits, numbers)
+        self.states = SequenceStates(limits, stored_states, numbers)
         self._has_states = limits.has_states
         self.pool = PagePool(limits.num_pages, page_size)
         self.swaps = PageSwaps(limits, self.pool, stored, numbers)

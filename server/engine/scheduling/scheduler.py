@@ -69,12 +69,16 @@ class Scheduler:
     contains it. Its terminal event does not wait for that."""
 
     def __init__(
-        self, limits: ExecutorLimits, config: SchedulerConfig, stored: Iterable[PageHash] = ()
+        self,
+        limits: ExecutorLimits,
+        config: SchedulerConfig,
+        stored: Iterable[PageHash] = (),
+        stored_states: Iterable[PageHash] = (),
     ) -> None:
-        """stored: keys of pages on disk, as of `Executor.stored_pages`."""
+        """stored, stored_states: as `Executor.stored_pages` and `stored_snapshots`."""
         self.limits = limits
         self.config = config
-        self.pages = SequencePages(limits, stored)
+        self.pages = SequencePages(limits, stored, stored_states)
         self.states, self.swaps = self.pages.states, self.pages.swaps
         self.all_swaps = self.pages.all_swaps
         self.arena = AdapterArena(limits.arena_extents, limits.extent_bytes, limits.adapter_slots)

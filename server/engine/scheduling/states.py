@@ -22,11 +22,13 @@ class SequenceStates:
     prompt, the last one before an activated adapter acts, every so many tokens, and where the
     prompt parts from what others have computed. Saves of rows that leave wait for the next plan.
 
-    Snapshots that the device has overwritten may lie in host memory (`swaps`), and come back.
+    Snapshots that the device has overwritten may lie below it (`swaps`), and come back.
     """
 
-    def __init__(self, limits: ExecutorLimits, numbers: Iterator[int]) -> None:
-        """numbers: of copies."""
+    def __init__(
+        self, limits: ExecutorLimits, stored: Iterable[PageHash], numbers: Iterator[int]
+    ) -> None:
+        """stored: snapshots on disk. numbers: of copies."""
         self.pool = SnapshotPool(limits.num_snapshots)
         # As a page of so many tokens as lie between two borders of a long prompt.
         of_snapshots = msgspec.structs.replace(
@@ -34,9 +36,9 @@ class SequenceStates:
             page_size=_FAR_TOKENS,
             page_windows=(None,),
             host_pages=limits.host_snapshots,
-            disk_pages=0,
+            disk_pages=limits.disk_snapshots,
         )
-        self.swaps = PageSwaps(of_snapshots, self.pool.slots, (), numbers, of_states=True)
+        self.swaps = PageSwaps(of_snapshots, self.pool.slots, stored, numbers, of_states=True)
         self.saves = list[StateCopy]()
         self._size = limits.page_size
         self._far = max(1, _FAR_TOKENS // self._size) * self._size

@@ -1,4 +1,4 @@
-"""What lies below the device: pages, and snapshots of states. Pure."""
+"""Pages and snapshots of states below the device, together. Pure."""
 
 from itertools import chain
 

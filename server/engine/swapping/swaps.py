@@ -84,10 +84,11 @@ class PageSwaps:
             for tokens in (limits.max_step_tokens, limits.max_context)
         )
         # Pages that may be overwritten before a copy that begins now is over.
-        soon = of_step + _AT_ONCE * self._together
+        soon = max(of_step + _AT_ONCE * self._together, min(of_prompt, _AHEAD))
         # No more than a half of what keeps them, so that saved pages do not push each other out.
-        self._to_save = max(1, min(max(soon, min(of_prompt, _AHEAD)), limits.host_pages // 2))
-        self._to_write = max(1, min(soon, limits.disk_pages // 2))
+        self._to_save = max(1, min(soon, limits.host_pages // 2))
+        # Host memory takes what leaves the device, and what is read for a prompt.
+        self._to_write = max(1, min(2 * soon, limits.disk_pages // 2))
         self._batches: dict[int, tuple[PageWay, list[_Move]]] = {}
         self._queues: dict[PageWay, deque[_Move]] = {"in": deque(), "read": deque()}
         self._moving: dict[PageWay, set[PageHash]] = {"out": set(), "write": set()}
@@ -222,6 +223,7 @@ class PageSwaps:
                 end[way](move, place not in failed and not move.is_void)
         if way == "out":
             self._pool.saved(move.page for move in moves)
+        if way in ("out", "write"):
             self._seen_moves = -1  # there may be more
 
     def forget(self, digests: Iterable[PageHash]) -> None:

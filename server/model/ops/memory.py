@@ -323,13 +323,16 @@ def split_prompts_bytes(attention: AttentionSpec, processors: int) -> int:
     return pieces * attention.num_heads * _FA2_QUERIES * (attention.head_dim + 1) * 4
 
 
-def host_snapshots(model: ModelSpec, engine: EngineConfig) -> int:
-    """Number of snapshots of states in host memory, which is divided as the device's."""
+def _for_snapshots(model: ModelSpec, engine: EngineConfig, nbytes: int) -> int:
+    """Bytes for snapshots, of so many below the device: they are divided as the device's."""
     of_device = snapshots_bytes(model, engine)
-    if not of_device:
-        return 0
-    share = engine.host_kv_memory * of_device // (of_device + engine.kv_memory)
-    return share // state_bytes(model, engine.dtype)
+    return nbytes * of_device // (of_device + engine.kv_memory) if of_device else 0
+
+
+def host_snapshots(model: ModelSpec, engine: EngineConfig) -> int:
+    """Number of snapshots of states in host memory."""
+    each = state_bytes(model, engine.dtype)
+    return _for_snapshots(model, engine, engine.host_kv_memory) // each if each else 0
 
 
 def host_pages_bytes(model: ModelSpec, engine: EngineConfig) -> int:
@@ -344,6 +347,7 @@ def memory_table(
     """List all uses of memory of a device, and of its process below the device. weights, others:
     bytes of the model's weights, and of other programs."""
     each = state_bytes(model, engine.dtype)
+    of_disk = _for_snapshots(model, engine, engine.disk_kv)
     lines = (
         MemoryLine("weights", weights),
         MemoryLine("adapters", engine.adapter_memory),
@@ -356,7 +360,8 @@ def memory_table(
         MemoryLine(WORKSPACE, workspace_bytes(model, engine)),
         MemoryLine("KV cache", host_pages_bytes(model, engine), "host"),
         MemoryLine("snapshots", host_snapshots(model, engine) * each, "host"),
-        MemoryLine("KV cache", engine.disk_kv, "disk"),
+        MemoryLine("KV cache", engine.disk_kv - of_disk, "disk"),
+        MemoryLine("snapshots", of_disk, "disk"),
     )
     return tuple(line for line in lines if line.nbytes)
 
@@ -422,6 +427,8 @@ def executor_limits(
             " (one extent) are needed"
         )
     max_context = _max_context(model, engine, num_pages, page)
+    of_disk, each = _for_snapshots(model, engine, engine.disk_kv), state_bytes(model, engine.dtype)
+    kept_states = host_snapshots(model, engine)
     return ExecutorLimits(
         num_pages=num_pages,
         page_size=engine.page_size,
@@ -446,8 +453,9 @@ def executor_limits(
         num_devices=engine.shards,
         pictures=picture_limits(model, engine, max_context),
         host_pages=of_host // page if page else 0,
-        disk_pages=engine.disk_kv // (page + _FILE_BYTES) if page else 0,
-        host_snapshots=host_snapshots(model, engine),
+        disk_pages=(engine.disk_kv - of_disk) // (page + _FILE_BYTES) if page else 0,
+        host_snapshots=kept_states,
+        disk_snapshots=of_disk // (each + _FILE_BYTES) if kept_states else 0,
         routing=routing_form(model),
     )
 

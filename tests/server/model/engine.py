@@ -54,8 +54,8 @@ class Engine(Harness):
         """less: of limits, than the executor has."""
         config = SchedulerConfig(max_draft=max_draft)
         super().__init__(msgspec.structs.replace(driver.executor.limits, **less), depth, config)
-        stored = driver.executor.stored_pages
-        self.scheduler = Scheduler(self.limits, config, stored) if stored else self.scheduler
+        stored = driver.executor.stored_pages, driver.executor.stored_snapshots
+        self.scheduler = Scheduler(self.limits, config, *stored) if any(stored) else self.scheduler
         self.executor = Plain(driver)  # type: ignore[assignment]
         self.driver = driver
         self.packed = {each.layout.digest: each for each in adapters.values()}

@@ -47,6 +47,7 @@ class Alone:
     summary = ()
     memory = ()
     stored_pages = (b"stored",)
+    stored_snapshots = (b"saved",)
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -197,6 +198,7 @@ def test_pages_are_copied_once_all_have_them(pair: Pair) -> None:
     assert pair.told() == copies
     assert pair.alone.calls == ["pages 3"]
     assert pair.leader.stored_pages == (b"stored",)
+    assert pair.leader.stored_snapshots == (b"saved",)
     pair.alone.news = [PagesCopied(3, (1,))]
     assert pair.leader.poll_copies() == []
     pair.answer(PagesCopied(3, (2,)))

@@ -80,6 +80,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 "num_snapshots": st.sampled_from([0, 1, 2, 6]),
                 "host_pages": st.sampled_from([0, 2, 30]),
                 "host_snapshots": st.sampled_from([0, 1, 12]),
+                "disk_snapshots": st.sampled_from([0, 1, 20]),
                 "disk_pages": st.sampled_from([0, 2, 60]),
             }
         ),
@@ -120,7 +121,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.harness.runs = dict(RUNS)
         pages = self.harness.executor.pages_below
         pages.polls, pages.bad_percent = copy_polls, bad_percent
-        self.harness.executor.states_below.polls = copy_polls
+        states = self.harness.executor.states_below
+        states.polls, states.bad_percent = copy_polls, bad_percent
 
     @rule(wish=WISHES)
     def submit(self, wish: dict[str, Any]) -> None:

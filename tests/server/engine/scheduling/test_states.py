@@ -157,6 +157,20 @@ def test_an_activated_adapter_goes_on_from_the_bases_snapshot() -> None:
     assert harness.scheduler.stats().state_swaps.recalled
 
 
+def test_snapshots_come_back_from_the_disk() -> None:
+    sizes = {"host_snapshots": 3, "host_pages": 80, "disk_pages": 400, "disk_snapshots": 40}
+    harness = made(**BELOW | sizes)
+    for kind in range(9):
+        answer(harness, text(100, kind))
+    assert answer(harness, text(100)) == 96
+    stats = harness.scheduler.stats().state_swaps
+    assert stats.copied["read"] == stats.copied["in"] == 1
+    assert stats.disk > 5
+    harness.executor.states_below.bad_percent = 100
+    assert answer(harness, text(100, 1)) < 96, "a bad file is computed again"
+    assert harness.scheduler.stats().state_swaps.failed["read"] == 1
+
+
 def test_states_without_pages_come_back() -> None:
     harness = made(**BELOW | {"page_windows": (), "host_pages": 0})
     for kind in range(8):

@@ -56,6 +56,15 @@ def test_prompts_of_many_steps_push_nothing_out_that_is_not_saved() -> None:
     assert found == [2384] * 4
 
 
+def test_prompts_that_come_from_the_disk_push_nothing_out_that_is_not_there() -> None:
+    """What is read takes room in host memory, beside what leaves the device."""
+    harness = made(page_size=16, num_pages=200, host_pages=350, disk_pages=2000, max_context=2500)
+    for _ in range(2):
+        found = [answer(harness, text(kind, 1500)) for kind in range(9)]
+    assert found == [1488] * 9
+    assert swaps(harness).copied["read"] > 200
+
+
 def test_without_host_memory_it_is_computed_again() -> None:
     harness = made(host_pages=0)
     answer(harness, text(0))

@@ -18,21 +18,28 @@ from tests.server.model.quantised.checkpoints import save_quantised
 from tests.server.model.quantised.formats import FORMATS
 
 CPU = torch.device("cpu")
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
 BUFFER = 300_000
-Copy = Callable[[torch.Tensor], torch.Tensor]
+Made = Callable[[torch.Tensor], torch.Tensor]
+Copy = Callable[[torch.Tensor, torch.device], torch.Tensor]
 
 
 def into(dtype: torch.dtype = torch.float32) -> Copy:
-    return lambda source: torch.zeros(source.shape, dtype=dtype).copy_(source)
+    return lambda x, device: torch.zeros(x.shape, dtype=dtype, device=device).copy_(x)
 
 
-def into_columns(source: torch.Tensor) -> torch.Tensor:
-    wide = torch.zeros(len(source), source.shape[1] + 9)
+def into_columns(source: torch.Tensor, device: torch.device) -> torch.Tensor:
+    wide = torch.zeros(len(source), source.shape[1] + 9, device=device)
     wide[:, 5:-4].copy_(source)
     return wide
 
 
-COPIES: dict[str, tuple[Copy, Copy]] = {
+def moved(source: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return source.to(device)
+
+
+COPIES: dict[str, tuple[Made, Copy]] = {
     "rows": (lambda x: x, into()),
     "another dtype": (lambda x: x, into(torch.bfloat16)),
     "transposed": (lambda x: x.T, into()),
@@ -41,18 +48,20 @@ COPIES: dict[str, tuple[Copy, Copy]] = {
     "rows larger than a buffer": (lambda x: x.view(3, 250, 700), into()),
     "one row": (lambda x: x.view(1, -1), into()),
     "a vector": (torch.flatten, into()),
-    "moved": (lambda x: x, lambda x: x.to(CPU)),
-    "moved in FP8": (lambda x: x.to(torch.float8_e4m3fn).repeat(4, 1), lambda x: x.to(CPU)),
-    "moved, transposed": (lambda x: x.T, lambda x: x.to(CPU)),
+    "moved": (lambda x: x, moved),
+    "moved in FP8": (lambda x: x.to(torch.float8_e4m3fn).repeat(4, 1), moved),
+    "moved, transposed": (lambda x: x.T, moved),
 }
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", COPIES)
-def test_bits_are_those_of_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_are_those_of_torch(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made, copy = COPIES[name]
+    where = torch.device(device)
     source = made(torch.randn(750, 700, generator=torch.Generator().manual_seed(1)))
-    pieces, through = list[int](), PinnedCopies(CPU, BUFFER)
-    plain, staged = copy(source), through._bring_piece
+    pieces, through = list[int](), PinnedCopies(where, BUFFER)
+    plain, staged = copy(source, where), through._bring_piece
 
     def bring_piece(piece: torch.Tensor, place: torch.Tensor) -> None:
         pieces.append(place.nbytes)
@@ -60,7 +69,7 @@ def test_bits_are_those_of_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(through, "_bring_piece", bring_piece)
     with torch.inference_mode(), through:
-        found = copy(source)
+        found = copy(source, where)
     assert (found.dtype, found.stride()) == (plain.dtype, plain.stride())
     assert torch.equal(found.contiguous().view(torch.uint8), plain.contiguous().view(torch.uint8))
     assert len(pieces) > 2

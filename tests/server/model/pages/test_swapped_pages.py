@@ -115,6 +115,24 @@ def test_answers_after_snapshots_came_back(
 
 
 @pytest.mark.parametrize("shards", [1, 2])
+def test_snapshots_of_an_earlier_start(shards: int, tmp_path: Path) -> None:
+    """Written by one engine beside its pages, read by the next."""
+    below = {"host_kv_memory": 1 << 20, "disk_kv": 32 << 20, "kv_folder": str(tmp_path / "kv")}
+    base = Tried(tmp_path / "model", "qwen3.5", shards, **BELOW | below)
+    lose(
+        base, base.engine(num_pages=60, num_snapshots=2, host_snapshots=2, host_pages=90), range(9)
+    )
+    base.driver.close()
+    again = base.driver.executor = base.driver.make_executor(None)
+    assert len(again.stored_snapshots) > 4
+    engine = base.engine(num_pages=60, num_snapshots=2)
+    base.ask(engine, base.wish(shuffled(0)))
+    assert engine.hits == 88
+    assert engine.scheduler.stats().state_swaps.copied["read"] == 1
+    base.driver.close()
+
+
+@pytest.mark.parametrize("shards", [1, 2])
 def test_pages_of_an_earlier_start(shards: int, tmp_path: Path) -> None:
     """Written by one engine, read by the next; a file that was changed is computed again."""
     below = {

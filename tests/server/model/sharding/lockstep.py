@@ -128,6 +128,7 @@ class Lockstep:
         self._offered: list[list[CopySums]] = [[] for _ in range(count)]
         self._pages: dict[int, list[tuple[int, ...]]] = {}
         self.limits, self.stored_pages = self.devices[0].limits, self.devices[0].stored_pages
+        self.stored_snapshots = self.devices[0].stored_snapshots
         assert all(device.limits == self.limits for device in self.devices)
 
     def _all(self, call: Callable[[int], R]) -> list[R]:

@@ -99,8 +99,11 @@ class Report(msgspec.Struct, frozen=True):
 
     def _refusal(self) -> str:
         count = len(self.violations)
-        lines = [f"{self.ref} cannot be served: {count} reason{'s' if count > 1 else ''}"]
-        lines += [f"  {v.code} at {v.where}: {v.message}" for v in self.violations]
+        is_unknown = all(v.code == "needs_base" for v in self.violations)
+        fate = "be checked without --base MODEL" if is_unknown else "be served"
+        lines = [f"{self.ref} cannot {fate}: {count} reason{'s' if count > 1 else ''}"]
+        for v in self.violations:
+            lines.append(f"  {v.code} at {v.where}: {v.message.removeprefix(f'{v.where}: ')}")
         return "".join(f"{line}\n" for line in lines)
 
     def _text(self, manifest: AdapterManifest) -> str:

@@ -114,6 +114,17 @@ def test_check_reports_copies_that_were_not_compared(
     assert "not compared" not in out
 
 
+def test_check_says_what_needs_the_base(capsys: pytest.CaptureFixture[str], adapter: Path) -> None:
+    tensors = lora_tensors(base(), rank=8, targets=("q_proj", "v_proj"))
+    own = "base_model.model.model.visual.blocks.0.attn.qkv.lora_A.weight"
+    other = own.replace("lora_A", "lora_B")
+    tensors |= {own: np.zeros((8, 4), np.float32), other: np.zeros((6, 8), np.float32)}
+    (adapter / "adapter_model.safetensors").write_bytes(safetensors_bytes(tensors))
+    code, out, _ = run(capsys, "adapter", "check", str(adapter))
+    assert (code, "cannot be checked without --base MODEL: 2 reasons\n" in out) == (1, True)
+    assert f"  needs_base at {own}: can only be checked against the base model" in out
+
+
 def test_check_lists_all_violations(
     capsys: pytest.CaptureFixture[str], adapter: Path, model: str
 ) -> None:

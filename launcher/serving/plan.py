@@ -29,13 +29,16 @@ DEMO_EXAMPLE = next(text for text in EXAMPLES if "'" not in text)
 @dataclass(frozen=True, slots=True)
 class ServePlan:
     """The configurations of all workers, and of the router; adapter names and a prompt for the
-    example shown when ready. bases: that of MODEL, and those beside. asked: of groups of GPUs."""
+    example shown when ready. bases: that of MODEL, and those beside. asked: of groups of GPUs.
+    route: of the example, by what the first base gives. all_write: every base gives text."""
 
     bases: tuple[LocalBase, ...]
     router: RouterConfig
     asked: AskedGroups
     aliases: tuple[str, ...]
     example: str
+    route: str = "/generate"
+    all_write: bool = True
 
     @property
     def worker(self) -> WorkerConfig:

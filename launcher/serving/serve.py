@@ -163,15 +163,18 @@ class Serve:
 
     def example(self) -> str:
         """A curl line that can be pasted; where callers have keys, into a shell with one in KEY."""
-        parameters: dict[str, object] = {"max_new_tokens": 64}
-        if self._plan.aliases:
-            parameters["adapter_id"] = self._plan.aliases[0]
-        body = json.dumps({"inputs": self._plan.example, "parameters": parameters})
+        asked: dict[str, object] = {"inputs": self._plan.example}
+        if self._plan.route == "/generate":
+            parameters: dict[str, object] = {"max_new_tokens": 64}
+            if self._plan.aliases and self._plan.all_write:
+                parameters["adapter_id"] = self._plan.aliases[0]
+            asked["parameters"] = parameters
+        body = json.dumps(asked)
         quoted = body.replace("'", "'\\''")
         key = ' -H "Authorization: Bearer $KEY"' if needs_keys(self._router) else ""
         uds = self._router.uds
         way = "" if uds is None else f"--unix-socket {shlex.quote(os.fspath(uds))} "
-        where = f"{way}{self.url}/generate{key}"
+        where = f"{way}{self.url}{self._plan.route}{key}"
         return f"    curl {where} -H 'Content-Type: application/json' -d '{quoted}'"
 
 
@@ -195,7 +198,16 @@ def checked_plan(values: Mapping[str, Values]) -> ServePlan:
         check_model(config.model, config.revision, with_tensors=with_tensors)
         for _, config in chosen.bases
     ]
+    all_write = all(model.writes for model in models)
+    chosen = dataclasses.replace(chosen, route=_route(models[0]), all_write=all_write)
     return _divided(chosen, models) if with_tensors else chosen
+
+
+def _route(model: ModelSpec) -> str:
+    """A route of what a model gives."""
+    if model.writes:
+        return "/generate"
+    return "/embed" if model.classes is None else "/classify"
 
 
 def _divided(chosen: ServePlan, models: Sequence[ModelSpec]) -> ServePlan:

@@ -1,5 +1,6 @@
 """Adapter names on the command line, and what `serve` makes of its options."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -164,6 +165,25 @@ def test_the_machine_is_divided_among_workers(
     assert found.bases[0].groups.gpus == groups
     memory = found.worker.host_adapter_memory
     assert memory == (None if adapter_gib is None else adapter_gib * 2**30)
+
+
+@pytest.mark.parametrize(
+    ("route", "all_write", "said"),
+    [
+        ("/generate", True, '"parameters": {"max_new_tokens": 64, "adapter_id": "json"}}'),
+        ("/generate", False, '"parameters": {"max_new_tokens": 64}}'),
+        ("/embed", False, "/embed -H"),
+    ],
+)
+def test_the_line_to_try_is_what_the_first_base_gives(
+    route: str, all_write: bool, said: str
+) -> None:
+    plan = dataclasses.replace(planned(), route=route, all_write=all_write)
+    running = Serve(plan, {})
+    assert said in running.example()
+    assert ("max_new_tokens" in running.example()) == (route == "/generate")
+    for worker in running.workers:
+        worker.close()
 
 
 @pytest.mark.parametrize(("auth", "has_key"), [("keys", True), ("none", False)])

@@ -6,7 +6,7 @@ Members that cannot be merged are refused here, before any weight is read.
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -52,14 +52,8 @@ class MergedModule(msgspec.Struct, frozen=True):
     lora_rank: int
     scale: float
     parts: tuple[MergePart, ...]
-
-    @property
-    def shares_a(self) -> bool:
-        return False
-
-    @property
-    def vectors(self) -> int:
-        return 0
+    shares_a: ClassVar[bool] = False
+    vectors: ClassVar[int] = 0
 
     @property
     def nbytes(self) -> int:
@@ -70,22 +64,10 @@ class MergePlan(msgspec.Struct, frozen=True):
     """The merged adapter before it is computed. modules: by layer, then by name."""
 
     modules: tuple[MergedModule, ...]
-
-    @property
-    def biases(self) -> tuple[OwnBias, ...]:
-        return ()
-
-    @property
-    def tables(self) -> tuple[OwnTable, ...]:
-        return ()
-
-    @property
-    def norms(self) -> tuple[OwnNorm, ...]:
-        return ()
-
-    @property
-    def head(self) -> None:
-        return None
+    biases: ClassVar[tuple[OwnBias, ...]] = ()
+    tables: ClassVar[tuple[OwnTable, ...]] = ()
+    norms: ClassVar[tuple[OwnNorm, ...]] = ()
+    head: ClassVar[None] = None
 
     @property
     def nbytes(self) -> int:

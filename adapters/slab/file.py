@@ -87,6 +87,8 @@ class SlabFile:
     path: where it lies.
     """
 
+    on_disk = True
+
     def __init__(self, path: Path) -> None:
         """Opens a slab's file and reads its layout. Raises SlabError (a short file too), or another
         OSError.
@@ -104,10 +106,6 @@ class SlabFile:
 
     def close(self) -> None:
         self._hold.close()
-
-    @property
-    def on_disk(self) -> bool:
-        return True
 
     def copy_runs(self, arena: memoryview, first_extents: Sequence[int]) -> None:
         """Copies runs as `SlabSource` does, and parses nothing. Raises SlabGarbled too."""

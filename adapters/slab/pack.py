@@ -522,6 +522,8 @@ def _pieces(tensor: TensorInfo) -> Iterator[tuple[int, int]]:
 class Unpacked:
     """A `SlabSource`. The content stays where it is until it is closed."""
 
+    on_disk = False
+
     def __init__(
         self,
         weights: WeightsFile,
@@ -545,10 +547,6 @@ class Unpacked:
         self._run = run
         self._damaged = damaged
         self._held = held
-
-    @property
-    def on_disk(self) -> bool:
-        return False
 
     def copy_runs(self, arena: memoryview, first_extents: Sequence[int]) -> None:
         memory = SlabMemory(self.layout, arena, first_extents)

@@ -66,8 +66,7 @@ from loraplex.server.kernels.lora.latent_lora import (
     AbsorbedLora,
     HeadRows,
     LatentProduct,
-    absorbed_values,
-    add_latent_lora,
+    absorb,
 )
 from loraplex.server.kernels.lora.pending import PendingDelta, PendingLora
 from loraplex.server.kernels.lora.scale_outputs import scale_outputs
@@ -384,11 +383,10 @@ def latents(capability: int) -> None:
         latent_decodes(q, view, pages, PLAIN, scratch, out, programmatic_launch=early)
         shape = latent_tiles(heads, divmod(capability, 10))
         latent_prompts(q, pages, page_table, tiles, shape, 1.0, out)
-        add_latent_lora(q[..., :64], q[..., :latent], lora, "keys")
-        add_latent_lora(out, q[..., :64], lora, "values")
+        absorb(q[..., :64], q[..., :latent], LatentProduct(None, lora), "keys")
         values = heads_of[:, 64:].transpose(1, 2)
-        for adapters in (None, lora):
-            absorbed_values(out, LatentProduct(values, adapters, early), q[..., :64].contiguous())
+        for of_values in (None, values):
+            absorb(out, q[..., :64], LatentProduct(of_values, lora, early), "values")
     for heads, nope, part, value in ((20, 192, 64, 256), (16, 128, 64, 128), (40, 64, 32, 64)):
         q, keys = (torch.zeros(4, heads, nope + n, dtype=DTYPE) for n in (part, value))
         parts, out = keys[:, 0, :part].contiguous(), keys[..., nope:].contiguous()

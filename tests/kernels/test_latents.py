@@ -31,8 +31,7 @@ from loraplex.server.kernels.lora.latent_lora import (
     AbsorbedLora,
     HeadRows,
     LatentProduct,
-    absorbed_values,
-    add_latent_lora,
+    absorb,
 )
 from loraplex.server.model.ops.attention.unfolding import cut_pieces
 from tests.kernels.batches import SITE, Adapters
@@ -264,16 +263,16 @@ def test_lora_of_the_absorbed_product(device: torch.device, rank: int) -> None:
     expected = y.clone()
     expected[..., :latent] += torch.where(touched, delta, 0.0)
     lora = AbsorbedLora(slots, adapters.table, SITE, rows)
-    add_latent_lora(q, y[..., :latent], lora, "keys")
+    absorb(q, y[..., :latent], LatentProduct(None, lora), "keys")
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
     read, out = torch.randn(4, heads, latent, device=device), torch.randn(4, heads, values)
     out = out.to(device)
     delta = torch.einsum("thl,rl,hvr->thv", read, a, b[:, keys:]) * weights.scales[0]
     expected = out + torch.where(touched, delta, 0.0)
-    add_latent_lora(read, out, lora, "values")
+    absorb(read, out, LatentProduct(None, lora), "values")
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
     # The same in one kernel with the base's product.
     matrices = torch.randn(heads, values, latent, device=device)
     expected = torch.einsum("thl,hvl->thv", read, matrices) + torch.where(touched, delta, 0.0)
-    absorbed_values(read, LatentProduct(matrices.transpose(1, 2), lora, False), out)
+    absorb(read, out, LatentProduct(matrices.transpose(1, 2), lora), "values")
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)

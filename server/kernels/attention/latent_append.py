@@ -15,7 +15,7 @@ from loraplex.server.kernels.attention.decode_attention import DecodeBatchView
 from loraplex.server.kernels.attention.pages import place_in_pages
 from loraplex.server.kernels.attention.rotation import Rotation, load_angles, pair_columns
 from loraplex.server.kernels.launch.launch import let_next_start, wait
-from loraplex.server.kernels.lora.latent_lora import LatentProduct, absorbed_block
+from loraplex.server.kernels.lora.latent_lora import LatentProduct, absorb_block
 
 _HEADS_A_PROGRAM = 8
 
@@ -57,10 +57,9 @@ def latent_append(
     turned, (turns, places) = features - latent, new
     paged = isinstance(places, DecodeBatchView)
     groups = triton.cdiv(heads, _HEADS_A_PROGRAM) + 1
-    nope, blocks = q.shape[1] // heads - turned, 0
-    absorbing = LatentProduct(norm.weight.expand(1, nope, latent), None, False)
-    if product is not None:
-        absorbing, blocks = product, heads * triton.cdiv(latent, product.blocks[1])
+    absorbing = product or LatentProduct(None, None)
+    switches = absorbing.switches(q.shape[1] // heads - turned, latent)
+    blocks = 0 if product is None else heads * triton.cdiv(latent, switches["BLOCK_O"])
     where: tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]
     if isinstance(places, DecodeBatchView):
         table = places.page_table
@@ -79,7 +78,7 @@ def latent_append(
             *where,
             pages,
             pages.stride(0),
-            *absorbing.arguments,
+            *absorbing.arguments(q),
             HEADS=heads,
             GROUPS=groups,
             HALF=turned // 2,
@@ -90,7 +89,7 @@ def latent_append(
             PAGED=paged,
             num_warps=2 if product is None else 4,
             **rotation.switches(turned),
-            **absorbing.switches,
+            **switches,
         )
 
 
@@ -137,6 +136,7 @@ def _latent_append_kernel(
     OUTPUTS: tl.constexpr,
     HEAD: tl.constexpr,
     KEYS: tl.constexpr,
+    BASE: tl.constexpr,
     LORA: tl.constexpr,
     BLOCK_I: tl.constexpr,
     BLOCK_O: tl.constexpr,
@@ -152,19 +152,19 @@ def _latent_append_kernel(
     TOKEN: tl.constexpr = LATENT + 2 * HALF
     BLOCKS: tl.constexpr = (LATENT + BLOCK_O - 1) // BLOCK_O
     inside = (tl.arange(0, BLOCK_P) < HALF)[None, :]
-    if tl.program_id(1) >= GROUPS:
+    if BASE and tl.program_id(1) >= GROUPS:
         item = tl.program_id(1) - GROUPS
         head = item // BLOCKS
         row = token * HEADS + head
         factor = tl.full((), 1.0, tl.float32)
         if SCALED:
             factor = tl.load(tables[1] + tl.load(turns_ptr + token))
-        absorbed_block(
+        absorb_block(
             q_ptr + row * (NOPE + 2 * HALF), queries_ptr + row * TOKEN,
             (weight_ptr, stride_head, stride_in, stride_out),
             (words_ptr, ints_ptr, floats_ptr, site, num_sites), slots_ptr + token, head,
             item % BLOCKS * BLOCK_O + tl.arange(0, BLOCK_O), factor,
-            INPUTS, OUTPUTS, HEAD, KEYS, True, LORA, BLOCK_I, BLOCK_R, PDL,
+            INPUTS, OUTPUTS, HEAD, KEYS, True, BASE, LORA, BLOCK_I, BLOCK_R, PDL,
         )  # fmt: skip
     elif tl.program_id(1) + 1 < GROUPS:
         wait(PDL)

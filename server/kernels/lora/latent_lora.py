@@ -41,134 +41,164 @@ class AbsorbedLora(NamedTuple):
 
 
 class LatentProduct(NamedTuple):
-    """An absorbed product of few tokens: each head's matrix, `[heads, in, out]`, of any strides,
-    with LoRA or without."""
+    """An absorbed product: each head's matrix, `[heads, in, out]`, of any strides, for few tokens;
+    None = LoRA alone, of any number. lora: None = without."""
 
-    weight: torch.Tensor
+    weight: torch.Tensor | None
     lora: AbsorbedLora | None
-    programmatic_launch: bool
+    programmatic_launch: bool = False
 
-    @property
-    def blocks(self) -> tuple[int, int]:
-        """Inputs of a program, all of a head's, and outputs."""
-        inputs = triton.next_power_of_2(self.weight.shape[1])
-        return inputs, max(16, _TILE // inputs)
-
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        """Arguments of a kernel: the matrices and their strides, slots and adapters."""
+    def arguments(self, stand_in: torch.Tensor) -> tuple[Any, ...]:
+        """Arguments of a kernel: the matrices and their strides, slots and adapters. stand_in: for
+        what there is not. Raises ValueError for a site that the table has not."""
         weight, lora = self.weight, self.lora
+        matrices = (stand_in, 0, 0, 0) if weight is None else (weight, *weight.stride())
         if lora is None:
-            return weight, *weight.stride(), weight, weight, weight, weight, 0, 0
+            return *matrices, *[stand_in] * 4, 0, 0
         lora.table.check_site(lora.site)
         adapters = (*lora.table.tensors, lora.site, lora.table.num_sites)
-        return weight, *weight.stride(), lora.slots, *adapters
+        return *matrices, lora.slots, *adapters
 
-    @property
-    def switches(self) -> dict[str, Any]:
-        """Constants of a kernel."""
+    def switches(self, inputs: int, outputs: int) -> dict[str, Any]:
+        """Constants of a kernel. inputs, outputs: of a head."""
         keys, values = (0, 0) if self.lora is None else self.lora.rows
-        inputs, outputs = self.blocks
+        block = triton.next_power_of_2(inputs)
+        most = triton.next_power_of_2(outputs)
         return {
-            "INPUTS": self.weight.shape[1],
-            "OUTPUTS": self.weight.shape[2],
+            "INPUTS": inputs,
+            "OUTPUTS": outputs,
             "HEAD": keys + values,
             "KEYS": keys,
+            "BASE": self.weight is not None,
             "LORA": self.lora is not None,
-            "BLOCK_I": inputs,
-            "BLOCK_O": outputs,
+            "BLOCK_I": block,
+            "BLOCK_O": most if self.weight is None else max(16, _TILE // block),
             "BLOCK_R": _RANKS,
             "PDL": self.programmatic_launch,
             "launch_pdl": self.programmatic_launch,
         }
 
 
-def absorbed_values(read: torch.Tensor, product: LatentProduct, out: torch.Tensor) -> None:
-    """Compute heads' results of few tokens: `[tokens, heads, latent]` -> `[tokens, heads, values]`,
-    both contiguous. One kernel."""
-    tokens, heads, outputs = out.shape
-    if tokens:
-        _absorbed_values_kernel[(tokens, heads, triton.cdiv(outputs, product.blocks[1]))](
-            read, out, *product.arguments, HEADS=heads, num_warps=4, **product.switches
-        )
-
-
-def add_latent_lora(
-    x: torch.Tensor, y: torch.Tensor, lora: AbsorbedLora, part: Literal["keys", "values"]
+def absorb(
+    x: torch.Tensor, y: torch.Tensor, product: LatentProduct, part: Literal["keys", "values"]
 ) -> None:
-    """Add what adapters change, in place. keys: x `[tokens, heads, rows.keys]` of queries, y
-    `[tokens, heads, latent]`; values: x `[tokens, heads, latent]` of what was read, y `[tokens,
-    heads, rows.values]`; the last dimension contiguous, in the adapters' dtype. One kernel. Raises
-    ValueError for a site that the table has not.
+    """Compute an absorbed product, or add what adapters change, in place. keys: x `[tokens, heads,
+    rows.keys]` of queries, y `[tokens, heads, latent]`; values: x `[tokens, heads, latent]` of what
+    was read, y `[tokens, heads, rows.values]`; the last dimension contiguous, in the adapters'
+    dtype. One kernel.
     """
-    slots, table, site, rows = lora
-    table.check_site(site)
     tokens, heads, inputs = x.shape
     outputs = y.shape[2]
+    switches = product.switches(inputs, outputs)
     if tokens:
-        _latent_lora_kernel[(tokens, heads)](
+        _absorb_kernel[(tokens, heads, triton.cdiv(outputs, switches["BLOCK_O"]))](
             x,
             y,
-            slots,
-            *table.tensors,
-            site,
-            table.num_sites,
             (x.stride(0), x.stride(1)),
             (y.stride(0), y.stride(1)),
-            INPUTS=inputs,
-            OUTPUTS=outputs,
-            HEAD=rows.keys + rows.values,
-            KEYS=rows.keys,
+            *product.arguments(x),
             OF_KEYS=part == "keys",
-            BLOCK_I=triton.next_power_of_2(inputs),
-            BLOCK_O=triton.next_power_of_2(outputs),
-            BLOCK_R=_RANKS,
             num_warps=4,
+            **switches,
         )
 
 
 @triton.jit(do_not_specialize=["site", "num_sites"], do_not_specialize_on_alignment=["slots_ptr"])
-def _latent_lora_kernel(
+def _absorb_kernel(
     x_ptr: tl.tensor,
     y_ptr: tl.tensor,
+    strides_x: tl.tuple,
+    strides_y: tl.tuple,
+    weight_ptr: tl.tensor,
+    stride_head: tl.tensor,
+    stride_in: tl.tensor,
+    stride_out: tl.tensor,
     slots_ptr: tl.tensor,
     words_ptr: tl.tensor,
     ints_ptr: tl.tensor,
     floats_ptr: tl.tensor,
     site: tl.tensor,
     num_sites: tl.tensor,
-    strides_x: tl.tuple,
-    strides_y: tl.tuple,
     INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     HEAD: tl.constexpr,
     KEYS: tl.constexpr,
     OF_KEYS: tl.constexpr,
+    BASE: tl.constexpr,
+    LORA: tl.constexpr,
     BLOCK_I: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
-    """A program takes one head of one token."""
+    """A program takes some outputs of one head of one token."""
+    let_next_start(PDL)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    slot = tl.load(slots_ptr + token)
-    record = record_of(slot, site, num_sites)
-    rank = tl.load(ranks_at(ints_ptr, record))
-    if (slot >= 0) & (rank > 0):
+    absorb_block(
+        x_ptr + token * strides_x[0] + head * strides_x[1],
+        y_ptr + token * strides_y[0] + head * strides_y[1],
+        (weight_ptr, stride_head, stride_in, stride_out),
+        (words_ptr, ints_ptr, floats_ptr, site, num_sites), slots_ptr + token, head,
+        tl.program_id(2) * BLOCK_O + tl.arange(0, BLOCK_O), 1.0,
+        INPUTS, OUTPUTS, HEAD, KEYS, OF_KEYS, BASE, LORA, BLOCK_I, BLOCK_R, PDL,
+    )  # fmt: skip
+
+
+@triton.jit
+def absorb_block(
+    x_ptr: tl.tensor,
+    to_ptr: tl.tensor,
+    weight: tl.tuple,
+    adapters: tl.tuple,
+    slot_ptr: tl.tensor,
+    head: tl.tensor,
+    o: tl.tensor,
+    factor: tl.tensor,
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    HEAD: tl.constexpr,
+    KEYS: tl.constexpr,
+    OF_KEYS: tl.constexpr,
+    BASE: tl.constexpr,
+    LORA: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Outputs o of one head of one token, times a factor. x_ptr, to_ptr: the head's. weight:
+    address and strides; adapters: words, ints and floats of the table, site and number of sites;
+    slot_ptr: the token's. The matrix is asked for before what the kernels before wrote is waited
+    for. Without BASE nothing is read or written where no adapter is."""
+    i = tl.arange(0, BLOCK_I)
+    taken, live = i < INPUTS, o < OUTPUTS
+    if BASE:
+        weight_ptr, stride_head, stride_in, stride_out = weight
+        at = weight_ptr + head.to(tl.int64) * stride_head
+        at += i[:, None] * stride_in + o[None, :] * stride_out
+        w = tl.load(at, mask=taken[:, None] & live[None, :], other=0.0)
+    wait(PDL)
+    if LORA:
+        words_ptr, ints_ptr, floats_ptr, site, num_sites = adapters
+        slot = tl.load(slot_ptr)
+        record = record_of(slot, site, num_sites)
+        rank = tl.where(slot >= 0, tl.load(ranks_at(ints_ptr, record)), 0)
+        if not BASE:
+            taken, live = taken & (rank > 0), live & (rank > 0)
+    x = tl.load(x_ptr + i, mask=taken, other=0.0).to(tl.float32)
+    if BASE:
+        total = tl.sum(w.to(tl.float32) * x[:, None], axis=0)
+    else:
+        total = tl.load(to_ptr + o, mask=live, other=0.0).to(tl.float32)
+    if LORA:
         pointer = tl.pointer_type(x_ptr.dtype.element_ty)
         addresses = (
             tl.load(a_at(words_ptr, record)).to(pointer),
             tl.load(b_at(words_ptr, record)).to(pointer),
         )
-        i, o = tl.arange(0, BLOCK_I), tl.arange(0, BLOCK_O)
-        source = x_ptr + token * strides_x[0] + head * strides_x[1] + i
-        x = tl.load(source, mask=i < INPUTS, other=0.0).to(tl.float32)
-        total = _low_rank(
+        total += tl.load(scales_at(floats_ptr, record)) * _low_rank(
             x, o, addresses, rank, head, INPUTS, OUTPUTS, HEAD, KEYS, OF_KEYS, BLOCK_R
         )
-        to = y_ptr + token * strides_y[0] + head * strides_y[1] + o
-        scale = tl.load(scales_at(floats_ptr, record))
-        y = tl.load(to, mask=o < OUTPUTS, other=0.0).to(tl.float32) + scale * total
-        tl.store(to, y.to(y_ptr.dtype.element_ty), mask=o < OUTPUTS)
+    tl.store(to_ptr + o, (total * factor).to(to_ptr.dtype.element_ty), mask=live)
 
 
 @triton.jit
@@ -202,89 +232,3 @@ def _low_rank(
         wide = tl.load(out, mask=(o < OUTPUTS) & (r < rank), other=0.0).to(tl.float32)
         total += tl.sum(low * wide, axis=0)
     return total
-
-
-@triton.jit
-def absorbed_block(
-    x_ptr: tl.tensor,
-    to_ptr: tl.tensor,
-    weight: tl.tuple,
-    adapters: tl.tuple,
-    slot_ptr: tl.tensor,
-    head: tl.tensor,
-    o: tl.tensor,
-    factor: tl.tensor,
-    INPUTS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    HEAD: tl.constexpr,
-    KEYS: tl.constexpr,
-    OF_KEYS: tl.constexpr,
-    LORA: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
-    """Outputs o of one head of one token, times a factor. x_ptr, to_ptr: the head's. weight:
-    address and strides; adapters: words, ints and floats of the table, site and number of sites;
-    slot_ptr: the token's. The matrix is asked for before what the kernels before wrote is waited
-    for."""
-    i = tl.arange(0, BLOCK_I)
-    weight_ptr, stride_head, stride_in, stride_out = weight
-    at = weight_ptr + head.to(tl.int64) * stride_head
-    at += i[:, None] * stride_in + o[None, :] * stride_out
-    w = tl.load(at, mask=(i < INPUTS)[:, None] & (o < OUTPUTS)[None, :], other=0.0)
-    wait(PDL)
-    x = tl.load(x_ptr + i, mask=i < INPUTS, other=0.0).to(tl.float32)
-    total = tl.sum(w.to(tl.float32) * x[:, None], axis=0)
-    if LORA:
-        words_ptr, ints_ptr, floats_ptr, site, num_sites = adapters
-        slot = tl.load(slot_ptr)
-        record = record_of(slot, site, num_sites)
-        rank = tl.where(slot >= 0, tl.load(ranks_at(ints_ptr, record)), 0)
-        pointer = tl.pointer_type(x_ptr.dtype.element_ty)
-        addresses = (
-            tl.load(a_at(words_ptr, record)).to(pointer),
-            tl.load(b_at(words_ptr, record)).to(pointer),
-        )
-        total += tl.load(scales_at(floats_ptr, record)) * _low_rank(
-            x, o, addresses, rank, head, INPUTS, OUTPUTS, HEAD, KEYS, OF_KEYS, BLOCK_R
-        )
-    tl.store(to_ptr + o, (total * factor).to(to_ptr.dtype.element_ty), mask=o < OUTPUTS)
-
-
-@triton.jit(do_not_specialize=["site", "num_sites"], do_not_specialize_on_alignment=["slots_ptr"])
-def _absorbed_values_kernel(
-    x_ptr: tl.tensor,
-    y_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    stride_head: tl.tensor,
-    stride_in: tl.tensor,
-    stride_out: tl.tensor,
-    slots_ptr: tl.tensor,
-    words_ptr: tl.tensor,
-    ints_ptr: tl.tensor,
-    floats_ptr: tl.tensor,
-    site: tl.tensor,
-    num_sites: tl.tensor,
-    HEADS: tl.constexpr,
-    INPUTS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    HEAD: tl.constexpr,
-    KEYS: tl.constexpr,
-    LORA: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
-    """A program takes some outputs of one head of one token."""
-    let_next_start(PDL)
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row = token * HEADS + head
-    absorbed_block(
-        x_ptr + row * INPUTS, y_ptr + row * OUTPUTS,
-        (weight_ptr, stride_head, stride_in, stride_out),
-        (words_ptr, ints_ptr, floats_ptr, site, num_sites), slots_ptr + token, head,
-        tl.program_id(2) * BLOCK_O + tl.arange(0, BLOCK_O), 1.0,
-        INPUTS, OUTPUTS, HEAD, KEYS, False, LORA, BLOCK_I, BLOCK_R, PDL,
-    )  # fmt: skip

@@ -22,8 +22,7 @@ from loraplex.server.kernels.lora.latent_lora import (
     AbsorbedLora,
     HeadRows,
     LatentProduct,
-    absorbed_values,
-    add_latent_lora,
+    absorb,
 )
 from loraplex.server.kernels.lora.scale_outputs import scale_outputs
 from loraplex.server.kernels.lora.table import LoraTable
@@ -105,7 +104,7 @@ class AbsorbedProducts:
         latents = found[..., : spec.latent]
         torch.bmm(scaled.transpose(0, 1), keys, out=latents.transpose(0, 1))
         if lora is not None:
-            add_latent_lora(plain, latents, lora, "keys")
+            absorb(plain, latents, LatentProduct(None, lora), "keys")
         if scales is not None:
             latents.mul_(scales[:, None, None])
 
@@ -116,7 +115,7 @@ class AbsorbedProducts:
         values = self.weights.values.transpose(1, 2)
         product, lora = self._of_few(values, len(read)), self._lora(len(read))
         if product is not None:
-            absorbed_values(read, product, out)
+            absorb(read, out, product, "values")
         elif len(read):
             torch.bmm(read.transpose(0, 1), values, out=out.transpose(0, 1))
             if self.lora is not None and self.lora.vectors is not None:
@@ -125,7 +124,7 @@ class AbsorbedProducts:
                 whole[..., nope:] = out
                 out.copy_(self._changed(whole, self.lora)[..., nope:])
             if lora is not None:
-                add_latent_lora(read, out, lora, "values")
+                absorb(read, out, LatentProduct(None, lora), "values")
 
     def _scaled(self, q: torch.Tensor, lora: DeviceLora) -> torch.Tensor:
         """Queries times the factors of keys. What is added to all keys alike changes no score."""

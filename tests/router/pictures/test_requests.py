@@ -13,7 +13,7 @@ import httpx
 import msgspec
 import pytest
 
-from loraplex.router.api.request.pictures import data_of, placed
+from loraplex.router.api.request.pictures import data_of, in_text, placed
 from loraplex.router.generation import prompts
 from loraplex.router.pictures.fetcher import PictureFetcher
 from loraplex.server.protocol import (
@@ -245,6 +245,11 @@ def test_spellings_of_data_urls() -> None:
         for spelled in spellings:
             assert data_of(begin + spelled) == data, (begin, spelled)
     assert data_of("https://host/data:image/png;base64,AA") is None
+
+
+def test_markdown_names_its_scheme_in_any_case() -> None:
+    given, text = in_text("a![](DATA:image/png;base64,AA)b", "inputs", "<pic>")
+    assert ([one.url for one in given], text) == (["DATA:image/png;base64,AA"], "a<pic>b")
 
 
 SIZED = chat_part(data_url(SMALL))

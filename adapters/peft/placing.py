@@ -258,7 +258,9 @@ class ModulePlacer:
     def place(self) -> LoraTensors:
         modules: list[ModuleLora | ExpertsLora | StackedLora] = []
         stacked = {(lora.layer, lora.module): lora for lora in self._stacked()}
-        of_experts = self._has_expert_modules()
+        # A model of transformers 5 has no module for each expert: there `gate_proj` in
+        # `target_modules` does not mean the experts.
+        of_experts = self._found.has_experts
         for module in base_modules(self._base):
             lora: ModuleLora | ExpertsLora | StackedLora | None
             if not module.shape.is_of_experts:
@@ -366,11 +368,6 @@ class ModulePlacer:
                 for expert, lora in found.items()
             ),
         )
-
-    def _has_expert_modules(self) -> bool:
-        """Whether the trained model had a module for each expert. One of transformers 5 has none:
-        there `gate_proj` in `target_modules` does not mean the experts."""
-        return self._found.has_experts
 
     def _stacked(self) -> Sequence[StackedLora]:
         """Lists the LoRA of experts, where one tensor holds all of them."""

@@ -3,8 +3,7 @@
 The tensors decide: what `ignore` and `modules_to_not_convert` leave out is there in floating point.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Mapping
 
 from msgspec.structs import replace
 
@@ -13,26 +12,13 @@ from loraplex.server.model.quantisation.forms import (
     FLOATS,
     INVERSE,
     EightBitForm,
-    Shape,
     TensorForm,
     WeightForm,
 )
-from loraplex.server.model.spec.linear_spec import Matrix
 from loraplex.server.model.spec.model_spec import ModelSpec
 from loraplex.server.model.spec.picture_spec import PatchSpec
 
 StoredForms = Mapping[str, WeightForm]
-
-
-class Expected(NamedTuple):
-    """A tensor. shapes: those that it may have, none = any. dtypes: as safetensors spells them."""
-
-    shapes: tuple[Shape, ...]
-    dtypes: frozenset[str] = FLOATS
-    optional: bool = False
-
-    def fits(self, stored: TensorInfo) -> bool:
-        return stored.dtype in self.dtypes and (not self.shapes or stored.shape in self.shapes)
 
 
 def stored_forms(model: ModelSpec, stored: Mapping[str, TensorInfo]) -> StoredForms:
@@ -82,24 +68,15 @@ def _as_named(path: str, form: WeightForm, stored: Mapping[str, TensorInfo]) -> 
     return form
 
 
-def expected_tensors(model: ModelSpec, forms: StoredForms) -> dict[str, Expected]:
-    """Every tensor that the checkpoint must or may hold."""
-    optional = model.optional_tensors().items()
-    expected = {name: Expected((shape,), optional=True) for name, shape in optional}
-    expected |= {name: Expected((shape,)) for name, shape in model.tensors().items()}
+def expected_tensors(model: ModelSpec, forms: StoredForms) -> dict[str, TensorForm]:
+    """Every tensor that the checkpoint must or may hold, by name."""
+    optional, needed = model.optional_tensors().items(), model.tensors().items()
+    expected = {name: TensorForm(name, FLOATS, (shape,), optional=True) for name, shape in optional}
+    expected |= {name: TensorForm(name, FLOATS, (shape,)) for name, shape in needed}
     for matrix in model.matrices():
         form = forms.get(matrix.path)
         if form is not None:
             del expected[f"{matrix.path}.weight"]
-            for name, tensor in _tensors(matrix, form):
-                expected.setdefault(name, tensor)
+            for tensor in form.tensors(matrix.out_features, matrix.in_features):
+                expected.setdefault(f"{matrix.path}.{tensor.suffix}", tensor)
     return expected
-
-
-def _tensors(matrix: Matrix, form: WeightForm) -> Iterator[tuple[str, Expected]]:
-    for tensor in form.tensors(matrix.out_features, matrix.in_features):
-        yield f"{matrix.path}.{tensor.suffix}", _expected(tensor)
-
-
-def _expected(tensor: TensorForm) -> Expected:
-    return Expected(tensor.shapes, tensor.dtypes, tensor.optional)

@@ -15,9 +15,9 @@ from loraplex.server.model.checkpoint.checkpoint import (
     tables,
 )
 from loraplex.server.model.checkpoint.layer_forms import as_stored
-from loraplex.server.model.checkpoint.stored_forms import Expected, expected_tensors, stored_forms
+from loraplex.server.model.checkpoint.stored_forms import expected_tensors, stored_forms
 from loraplex.server.model.checkpoint.text_part import model_shards
-from loraplex.server.model.quantisation.forms import FLOATS, UINT8
+from loraplex.server.model.quantisation.forms import FLOATS, UINT8, TensorForm
 from loraplex.server.model.spec.linear_spec import MXFP4_TENSORS
 from loraplex.server.model.spec.model_spec import ModelSpec
 
@@ -108,7 +108,7 @@ def _refuse_quantised(folder: Path, stored: Mapping[str, TensorInfo], model: Mod
         )
 
 
-def _expected(model: ModelSpec, stored: Mapping[str, TensorInfo]) -> dict[str, Expected]:
+def _expected(model: ModelSpec, stored: Mapping[str, TensorInfo]) -> dict[str, TensorForm]:
     expected = expected_tensors(model, stored_forms(model, stored))
     expected[tables(stored, model)[0]] = expected.pop(model.embedding.tensor)
     for name, tensor in expected.items():
@@ -117,7 +117,7 @@ def _expected(model: ModelSpec, stored: Mapping[str, TensorInfo]) -> dict[str, E
     return expected
 
 
-def _shown(tensor: Expected) -> str:
+def _shown(tensor: TensorForm) -> str:
     shapes = " or ".join(str(list(shape)) for shape in tensor.shapes)
     if tensor.dtypes == FLOATS:
         return shapes

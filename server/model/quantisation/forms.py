@@ -9,6 +9,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from loraplex.adapters.safetensors.header import TensorInfo
+
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 FP8, INT8, UINT8, INT32 = (frozenset({name}) for name in ("F8_E4M3", "I8", "U8", "I32"))
 _INDICES = frozenset({"I32", "I64"})
@@ -30,13 +32,16 @@ Shape = tuple[int, ...]
 
 
 class TensorForm(NamedTuple):
-    """One tensor. suffix: behind the module's path. shapes: those that it may have, none = any,
-    which the reader of the form checks. dtypes: as safetensors spells them."""
+    """One tensor. suffix: behind the module's path, or the whole name. shapes: those that it may
+    have, none = any, which the reader of the form checks. dtypes: as safetensors spells them."""
 
     suffix: str
     dtypes: frozenset[str]
     shapes: tuple[Shape, ...]
     optional: bool = False
+
+    def fits(self, stored: TensorInfo) -> bool:
+        return stored.dtype in self.dtypes and (not self.shapes or stored.shape in self.shapes)
 
 
 class InputForm(msgspec.Struct, frozen=True):

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import closing
-from typing import NamedTuple
 
 import msgspec
 
@@ -21,6 +20,7 @@ from loraplex.adapters.slab.file import SlabGarbled, SlabSource
 from loraplex.server.engine.memory.eviction import EvictionReason
 from loraplex.server.engine.memory.extents import Span
 from loraplex.server.engine.memory.residency import AdapterArena, Placement
+from loraplex.server.engine.messages import SlabStaged
 from loraplex.server.protocol import TierState
 from loraplex.server.worker.adapters.ahead import Ahead
 from loraplex.server.worker.adapters.slab_saver import SlabSaver
@@ -42,18 +42,6 @@ class SlabGone(SlabUnavailable):
     """Error of a slab that gave way in the store since a router had it admitted. The router will
     have it fetched again.
     """
-
-
-class StagedSlab(NamedTuple):
-    """Adapter that lies in host memory. extents: the first extent of each of layout.all_runs, in
-    host memory.
-
-    load_s: seconds of reading it from disk, reported once; 0 if it was here.
-    """
-
-    layout: SlabLayout
-    extents: tuple[int, ...]
-    load_s: float = 0.0
 
 
 class HostTier:
@@ -183,7 +171,7 @@ class HostTier:
         free = self._arena.free_extents >= extents
         return free or self._ahead.has_room(extents, self._clock())
 
-    def take(self, digest: str) -> StagedSlab | None:
+    def take(self, digest: str) -> SlabStaged | None:
         """Pin an adapter in host memory until `release`, and return its place; None if it is not
         here.
         """
@@ -192,9 +180,9 @@ class HostTier:
             return None
         self._ahead.discard(digest)
         load_s = self._load_s.pop(digest, 0.0)
-        return StagedSlab(self._layouts[digest], placement.extents, load_s)
+        return SlabStaged(self._layouts[digest], placement.extents, load_s)
 
-    async def acquire(self, digest: str) -> StagedSlab:
+    async def acquire(self, digest: str) -> SlabStaged:
         """Wait for an adapter, pin it in host memory until `release`, and return its place. Raises
         SlabUnavailable, or what was not foreseen.
         """

@@ -11,7 +11,6 @@ from loraplex.server.worker.adapters.host_tier import (
     HostTier,
     SlabGone,
     SlabUnavailable,
-    StagedSlab,
 )
 
 log = logging.getLogger(__name__)
@@ -81,12 +80,12 @@ class Staging:
         self._meter.engine_lost()
         self._tier.release_all()
 
-    def _hand_over(self, staged: StagedSlab) -> None:
+    def _hand_over(self, staged: SlabStaged) -> None:
         """The host block stays where it is until SlabReleased."""
         digest = staged.layout.digest
         self._held.add(digest)
         self._meter.staged(digest)
-        self._to_engine(SlabStaged(staged.layout, staged.extents, staged.load_s))
+        self._to_engine(staged)
 
     async def _stage(self, digest: str) -> None:
         try:

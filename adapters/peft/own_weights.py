@@ -292,8 +292,8 @@ def check_norms(config: PeftConfig, base: BaseSpec, findings: Findings) -> None:
     unserved = {norm.name for norm in saved_norms(config, base) if not norm.is_served}
     for name in sorted(unserved):
         message = (
-            f"modules_to_save: {name} is not served, only norms before attention, before the MLP "
-            "and at the end are; merge the adapter into its base, or train it without"
+            f"modules_to_save: {name} is not served, only RMS norms before attention, before the "
+            "MLP and at the end are; merge the adapter into its base, or train it without"
         )
         findings.add("unsupported_feature", "modules_to_save", message)
 

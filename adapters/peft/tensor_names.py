@@ -44,7 +44,8 @@ _DEFAULT_ADAPTER = "default"
 _LAYERS = "layers."
 _BODY, _POOLER = "model.", "pooler"
 _PROJECTIONS = ("project_in", "project_out", "embeddings_project")
-_OF_BODY = ("embed_tokens", "norm", "per_layer_model_projection", *_PROJECTIONS)
+_NORMS = ("norm", "embedding_norm", "final_layernorm")
+_OF_BODY = ("embed_tokens", *_NORMS, "per_layer_model_projection", *_PROJECTIONS)
 _HEADS = ("lm_head", HEAD_OF_CLASSES, *(head for head in HEADS_OF_ENCODERS if head != _POOLER))
 _EMBEDDING, _OUTPUT = "embed_tokens", "lm_head"
 _WITHIN = "the text model within a larger model"

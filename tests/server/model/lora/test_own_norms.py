@@ -1,6 +1,7 @@
 """Norms that adapters bring are PEFT's: float32, logprobs within 1e-4."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -120,3 +121,16 @@ def test_plain_steps_norm_nothing_again(norms: Norms, monkeypatch: pytest.Monkey
     assert base == plain == dora
     assert end > base
     assert every > end + 2 * len(driver.executor._decoder.weights.layers) - 1
+
+
+@pytest.mark.parametrize(
+    ("family", "norm"), [("lfm2", "embedding_norm"), ("bamba", "final_layernorm")]
+)
+def test_the_last_norm_by_its_own_name(family: str, norm: str, tmp_path: Path) -> None:
+    adapter = with_norms(family, 3, {"modules_to_save": [norm]})
+    driver = Driver(save_model(make_model(family), tmp_path))
+    slots = driver.load_all({"end": adapter}, 0, first=0)
+    stream = Stream(driver, 0, prompt(11, 2), slot=slots["end"], sampling=GREEDY)
+    generate(driver, [stream], 4, 4)
+    assert_parity(adapter.oracle, "one", stream)
+    driver.close()

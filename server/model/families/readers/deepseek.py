@@ -298,6 +298,7 @@ def read_mistral4(fields: Fields) -> ModelSpec:
     """Mistral 4: queries grow with their positions; experts by softmax in the model's dtype."""
     fields = or_usual_table(_with_usual(fields, _MISTRAL), _MISTRAL_ROPE)
     sizes, of = _read_sizes(fields)
+    fields.only("head_dim", of.nope + of.turned)
     table = dict(rope_table(fields))
     part = table.pop(_PARTIAL, None) or fields.config.get(_PARTIAL)
     if part not in (None, of.turned / (of.nope + of.turned)):

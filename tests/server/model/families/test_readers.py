@@ -294,6 +294,7 @@ MINISTRAL: dict[str, Any] = {"rope_type": "yarn", "factor": 2.0, "llama_4_scalin
         ("bloom", {"pretraining_tp": 2, "slow_but_exact": True}, "slow_but_exact"),
         ("deepseek_v3", {"head_dim": 2}, "head_dim must be 64"),
         ("youtu", {"head_dim": 2}, "head_dim must be 64"),
+        ("mistral4", {"head_dim": 5}, "head_dim must be 128"),
         ("gemma3_text", {"rope_scaling": {**MINISTRAL, "truncate": False}}, "truncate"),
         ("gemma3_text", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type"),
         ("bamba", {"partial_rotary_factor": 1.0}, "partial_rotary_factor must be 0.5"),

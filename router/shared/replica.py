@@ -5,12 +5,14 @@ of a row wins, so their order does not matter. Deleted rows stay as empty ones.
 """
 
 import asyncio
-from collections import OrderedDict
+import sys
 from collections.abc import Callable, Mapping
 from typing import Generic, Protocol, TypeVar
 
+from loraplex.adapters.common.newest import NewestKept
 from loraplex.router.shared.every import every
 from loraplex.router.shared.store import Row, Store, TableFull, life_of
+from loraplex.router.shared_tasks import SharedTasks
 
 REFRESH_S = 1.0
 # Rows that are taken over before others have their turn: about 10 ms.
@@ -65,10 +67,10 @@ class Replica(Generic[T]):
         self._is_spare = is_spare
         self._version = ""
         self._rows: dict[str, Row] = {}
-        self._values: OrderedDict[str, T] = OrderedDict()
+        self._values = NewestKept[str, T](sys.maxsize if kept is None else kept)
         # Written here while the table was being read: what was read may be older.
         self._just_written: dict[str, Row] = {}
-        self._refreshing: asyncio.Task[None] | None = None
+        self._refreshing = SharedTasks[None, None]()
 
     @property
     def values(self) -> Mapping[str, T]:
@@ -85,8 +87,6 @@ class Replica(Generic[T]):
         value = self._decode(row.value) if row is not None and row.value else None
         if value is not None:
             self._values[key] = value
-            if len(self._values) > self._kept:
-                self._values.popitem(last=False)
         return value
 
     def row(self, key: str) -> Row | None:
@@ -99,12 +99,9 @@ class Replica(Generic[T]):
 
     async def refresh(self) -> None:
         """Brings the copy up to date with what was written before the call. Raises StoreDown."""
-        if self._refreshing is not None:  # it may have looked too early
-            await asyncio.shield(self._refreshing)
-        if self._refreshing is None:
-            self._refreshing = asyncio.create_task(self._refresh())
-            self._refreshing.add_done_callback(self._refreshed)
-        await asyncio.shield(self._refreshing)
+        if None in self._refreshing:  # it may have looked too early
+            await self._refreshing.run(None, self._refresh)
+        await self._refreshing.run(None, self._refresh)
 
     async def write(self, key: str, value: bytes | None) -> None:
         """Writes a row to the store and the copy; None deletes it. Raises StoreDown, TableFull,
@@ -174,8 +171,3 @@ class Replica(Generic[T]):
                 self._values[key] = value
         if self._watch is not None:
             self._watch.row_changed(key)
-
-    def _refreshed(self, task: "asyncio.Task[None]") -> None:
-        self._refreshing = None
-        if not task.cancelled():
-            task.exception()  # raised to those who wait; nobody may be left

@@ -5,7 +5,6 @@ table's revisions decide which one counts. While the store is away each judges a
 """
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Iterable
 
@@ -25,6 +24,7 @@ from loraplex.router.names.rollout_tally import (
 from loraplex.router.operations.rollouts import GUARD, Rollouts
 from loraplex.router.policy.guards import Measurements, Verdict, judged
 from loraplex.router.policy.rollout import Guards, Rollout
+from loraplex.router.shared.every import every
 from loraplex.router.shared.store import Store, StoreDown
 from loraplex.router.tenancy.records import AuditRecord
 
@@ -135,10 +135,7 @@ class RolloutKeeper:
     async def run(self) -> None:
         """Leads the rollouts until cancelled."""
         try:
-            while True:
-                await asyncio.sleep(TICK_S)
-                with contextlib.suppress(StoreDown):
-                    await self.step()
+            await every(TICK_S, self.step)
         finally:
             for task in self._warming.values():
                 task.cancel()

@@ -9,6 +9,7 @@ import pytest
 from loraplex.router.names.owned_name import OwnedName
 from loraplex.router.policy.quota import UNIT, Ask, Limits, Subject
 from loraplex.router.shared.memory_store import MemoryStore
+from loraplex.router.shared.replica import Replica
 from loraplex.router.shared.store import MAX_COUNTERS, Row, Settlement, Store
 from tests.router.serving import poll
 from tests.router.shared.stores import redis_store
@@ -225,6 +226,28 @@ async def test_rows_of_a_router_that_keeps_no_order_are_read() -> None:
         later = await store.read("t", first.version)
         assert later.is_whole
         assert later.rows.keys() == {"a", "b", "c"}
+
+
+async def test_a_table_that_is_emptied_while_it_is_read_is_read_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with redis_store() as store:
+        scan, seen = store._scan, list[str]()
+
+        async def emptied(rows: str, cursor: int) -> tuple[int, dict[bytes, bytes]]:
+            if not seen:
+                await store.link.client.flushall()
+            seen.append(rows)
+            return await scan(rows, cursor)
+
+        reader = Replica(store, "t", bytes.decode)
+        await reader.write("a", b"1")
+        await store.put("t", "b", Row(1, b"2"))
+        monkeypatch.setattr(store, "_scan", emptied)
+        await reader.refresh()
+        await reader.refresh()
+        assert (await store.read("t")).rows["a"] == Row(1, b"1")
+        assert reader.values["a"] == "1"
 
 
 async def test_rows_that_no_router_wrote_are_left_out(caplog: pytest.LogCaptureFixture) -> None:

@@ -270,7 +270,11 @@ class RedisStore:
         return await self.link.call(run, least_s)
 
     def _value(self, key: str) -> str:
-        return f"{self._prefix}:value:{key}"
+        """The name of a value: its key, without an owner between the kind and the id. There is room
+        for all here, and routers that do not divide it find each other's values.
+        """
+        kind, colon, rest = key.partition(":")
+        return f"{self._prefix}:value:{kind}{colon}{rest.rpartition(':')[2]}"
 
     def _table(self, table: str) -> tuple[str, str, str]:
         """Rows by key; life and number of writes; keys by their last write."""

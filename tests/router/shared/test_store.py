@@ -215,6 +215,21 @@ async def test_equal_names_of_two_owners_are_rows_of_their_own(store: Store) -> 
     assert left.rows == {names[1]: Row(2, b"new"), names[2]: Row(1, b"2")}
 
 
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("judged:a:b:12", "judged:12"),
+        ("idempotency::12", "idempotency:12"),
+        ("batches:12", "batches:12"),
+        ("alone", "alone"),
+    ],
+)
+async def test_values_of_routers_that_know_no_owners_are_found(key: str, name: str) -> None:
+    async with redis_store() as store:
+        await store.link.client.set(f"test:value:{name}", b"1")
+        assert await store.get(key) == b"1"
+
+
 async def test_rows_of_a_router_that_keeps_no_order_are_read() -> None:
     async with redis_store() as store:
         await store.put("t", "a", Row(1, b"1"))

@@ -30,6 +30,7 @@ HEADER = "idempotency-key"
 REPLAYED = "idempotency-replayed"
 MAX_KEPT_BYTES = 64 << 10
 MAX_KEPT = 1024
+_SWEPT = 16  # kept answers looked at when one is added
 # Of a claim: a router that dies leaves its requests to others after so long.
 LEASE_S = 6.0
 _RENEW_S = 2.0
@@ -247,7 +248,9 @@ class Idempotency:
         """Notes a kept answer, and bounds what this router has the store keep: the oldest answer of
         the tenant that has most is forgotten.
         """
-        self._kept.put(tenant, name)
+        now = asyncio.get_running_loop().time()
+        self._kept.put(tenant, name, now + self._ttl_s)
+        self._kept.expired(now, _SWEPT)
         if len(self._kept) > MAX_KEPT:
             oldest = self._kept.pop()
             stored = await self._store.get(oldest)

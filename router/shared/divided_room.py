@@ -1,5 +1,7 @@
 """Room that owners share: where it is full, the owner of most gives up its oldest key. Pure."""
 
+from itertools import islice
+
 
 class DividedRoom:
     """Keys by owner, each owner's from the oldest on. No owner's keys push out those of one that
@@ -8,29 +10,36 @@ class DividedRoom:
 
     def __init__(self) -> None:
         self._owned: dict[str, dict[str, None]] = {}
-        self._count = 0
+        self._ends: dict[str, tuple[str, float]] = {}  # by key, from the oldest on: whose, and when
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._ends)
 
-    def put(self, owner: str, key: str) -> None:
-        """Notes a key as the newest of its owner's."""
-        self.drop(owner, key)
+    def put(self, owner: str, key: str, until: float) -> None:
+        """Notes a key as the newest. until: when it needs no room any more."""
+        self.drop(key)
         self._owned.setdefault(owner, {})[key] = None
-        self._count += 1
+        self._ends[key] = owner, until
 
-    def drop(self, owner: str, key: str) -> None:
+    def drop(self, key: str) -> None:
         """Forgets a key, if it is there."""
-        owned = self._owned.get(owner, {})
-        if key in owned:
-            del owned[key]
-            self._count -= 1
-            if not owned:
-                del self._owned[owner]
+        if key not in self._ends:
+            return
+        owner, _ = self._ends.pop(key)
+        del self._owned[owner][key]
+        if not self._owned[owner]:
+            del self._owned[owner]
+
+    def expired(self, now: float, most: int) -> list[str]:
+        """Takes out those of the oldest keys, at most so many, whose time is over."""
+        over = [key for key, (_, until) in islice(self._ends.items(), most) if until <= now]
+        for key in over:
+            self.drop(key)
+        return over
 
     def pop(self) -> str:
         """Takes out the oldest key of the owner that has most. There must be one."""
         owner = max(self._owned, key=lambda owner: len(self._owned[owner]))
         key = next(iter(self._owned[owner]))
-        self.drop(owner, key)
+        self.drop(key)
         return key

@@ -20,7 +20,7 @@ from loraplex.router.shared.store import (
 
 MAX_VALUES = 1 << 16
 MAX_ACCOUNTS = 1 << 16
-_SWEPT = 16  # accounts looked at when one is added
+_SWEPT = 16  # values, or accounts, looked at when one is added
 
 _AccountKey = tuple[str, str]
 
@@ -40,7 +40,7 @@ class MemoryStore:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._values: OrderedDict[str, tuple[float, bytes]] = OrderedDict()
+        self._values: dict[str, tuple[float, bytes]] = {}
         self._room = DividedRoom()
         self._tables: dict[str, _Rows] = {}
         self._leases: dict[str, dict[str, tuple[float, bytes]]] = {}
@@ -53,12 +53,11 @@ class MemoryStore:
         return value if until > self._clock() else None
 
     async def set(self, key: str, value: bytes, ttl_s: float) -> None:
-        self._values[key] = (self._clock() + ttl_s, value)
-        self._values.move_to_end(key)
-        self._room.put(_owner(key), key)
         now = self._clock()
-        for old in [k for k, (until, _) in islice(self._values.items(), _SWEPT) if until <= now]:
-            self._remove(old)
+        self._values[key] = (now + ttl_s, value)
+        self._room.put(_owner(key), key, now + ttl_s)
+        for old in self._room.expired(now, _SWEPT):
+            del self._values[old]
         if len(self._room) > MAX_VALUES:
             del self._values[self._room.pop()]
 
@@ -72,14 +71,11 @@ class MemoryStore:
         if await self.get(key) != old:
             return False
         if new is None:
-            self._remove(key)
+            del self._values[key]
+            self._room.drop(key)
         else:
             await self.set(key, new, ttl_s)
         return True
-
-    def _remove(self, key: str) -> None:
-        del self._values[key]
-        self._room.drop(_owner(key), key)
 
     async def version(self, table: str) -> str:
         found = self._tables.get(table)

@@ -205,22 +205,34 @@ async def test_one_idempotency_key_is_a_request_of_each(shared: Shared) -> None:
     assert {answer.headers["idempotency-replayed"] for answer in answers} == {"true"}
 
 
+async def replays(shared: Shared, key: str, name: str) -> bool:
+    headers = {**bearer(key), "idempotency-key": name}
+    body = {"model": "bot", "prompt": "x"}
+    answer = await shared.router.client.post("/v1/completions", json=body, headers=headers)
+    return "idempotency-replayed" in answer.headers
+
+
 async def test_kept_answers_of_one_push_out_none_of_another(
     shared: Shared, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(idempotency, "MAX_KEPT", 2)
     monkeypatch.setattr(memory_store, "MAX_VALUES", 4)
+    assert not await replays(shared, shared.globex, "first")
+    assert not any([await replays(shared, shared.acme, str(number)) for number in range(6)])
+    assert await replays(shared, shared.globex, "first")
+    assert await replays(shared, shared.acme, "5")
 
-    async def replays(key: str, name: str) -> bool:
-        headers = {**bearer(key), "idempotency-key": name}
-        body = {"model": "bot", "prompt": "x"}
-        answer = await shared.router.client.post("/v1/completions", json=body, headers=headers)
-        return "idempotency-replayed" in answer.headers
 
-    assert not await replays(shared.globex, "first")
-    assert not any([await replays(shared.acme, str(number)) for number in range(6)])
-    assert await replays(shared.globex, "first")
-    assert await replays(shared.acme, "5")
+async def test_answers_whose_time_is_over_take_no_room_from_another(
+    shared: Shared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(idempotency, "MAX_KEPT", 2)
+    kept = shared.router.service.idempotency
+    monkeypatch.setattr(kept, "_ttl_s", 0.0)
+    assert not await replays(shared, shared.globex, "over")
+    monkeypatch.setattr(kept, "_ttl_s", 60.0)
+    assert not any([await replays(shared, shared.acme, name) for name in ("1", "2")])
+    assert all([await replays(shared, shared.acme, name) for name in ("1", "2")])
 
 
 async def test_rollouts_of_equal_names_are_apart(

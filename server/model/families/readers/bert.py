@@ -1,5 +1,5 @@
-"""BERT, and encoders that differ from it in positions, names, attention and score heads. Tokens see
-all others, and nothing writes text. Pure.
+"""Encoders: BERT, RoBERTa, ELECTRA, MPNet, DistilBERT, DeBERTa and ModernBERT. Tokens see all
+others, and nothing writes text. Pure.
 
 The parts follow BERT: learned positions, a norm behind each residual sum, MLPs without gate, and a
 score head that reads the first token through a matrix and an activation.
@@ -29,7 +29,7 @@ from loraplex.server.model.spec.model_spec import (
     ScoreSpec,
     StepSpec,
 )
-from loraplex.server.protocol import Pooling as Pooling
+from loraplex.server.protocol import Pooling
 
 # Makes a norm of a path.
 _MakeNorm = Callable[[str], NormSpec]
@@ -56,7 +56,7 @@ _EMBEDDINGS = (
 
 class _EncoderNames(NamedTuple):
     """Names of layers' modules. norms: behind attention, and behind the MLP. layers: as of
-    `stored_names`."""
+    `_stored_names`."""
 
     branches: family.LayerNames
     norms: tuple[str, str]
@@ -105,16 +105,16 @@ _POOLER, _DENSE, _LABELS = "model.pooler.dense", "classifier.dense", "classifier
 # Row of MPNet's table before that of the first position, whatever pads.
 _MPNET_PAD = 1
 
-_OWN = "attention.self"
+_DEBERTA_ATTENTION = "attention.self"
 _DEBERTA_NAMES = _NAMES._replace(
     branches=_NAMES.branches._replace(
-        qkv=tuple(f"{_OWN}.{name}_proj" for name in ("query", "key", "value"))
+        qkv=tuple(f"{_DEBERTA_ATTENTION}.{name}_proj" for name in ("query", "key", "value"))
     )
 )
-_KINDS = ("c2p", "p2c")
+_DEBERTA_KINDS = ("c2p", "p2c")
 
-_POOLINGS: dict[str, Pooling] = {"cls": "first", "mean": "mean"}
-_THETAS = {FULL: ("global_rope_theta", 160_000.0), WINDOWED: ("local_rope_theta", 10_000.0)}
+_MODERN_POOLINGS: dict[str, Pooling] = {"cls": "first", "mean": "mean"}
+_MODERN_THETAS = {FULL: ("global_rope_theta", 160_000.0), WINDOWED: ("local_rope_theta", 10_000.0)}
 _MODERN_LAYER = family.LayerNames(("attn.Wqkv",), "attn.Wo", ("mlp.Wi",), "mlp.Wo")
 _MODERN_NAMES = (
     *_stored_names("model", "layers"),
@@ -196,7 +196,7 @@ def _encoder(
     names: tuple[tuple[str, str], ...],
 ) -> ModelSpec:
     """Make the model from its parts. The norm of the last sum is that behind all layers. names: as
-    of `stored_names`.
+    of `_stored_names`.
     """
     model = family.model(fields.changed(eos_token_id=None), sizes, layers, sizes.positions)
     model = family.ended(model, layers)
@@ -282,6 +282,7 @@ def _alike(
 
 
 def read_deberta(fields: Fields) -> ModelSpec:
+    """DeBERTa V2 and V3: tokens have scores with vectors of distances, too."""
     config = fields.config
     if config.get("conv_kernel_size"):
         fields.refuse(
@@ -295,14 +296,18 @@ def read_deberta(fields: Fields) -> ModelSpec:
         ("attention_head_size", sizes.head_dim),
     ):
         fields.only(key, usual)
-    kinds = _read_kinds(fields)
+    kinds = _read_deberta_kinds(fields)
     distances = None
     if config.get("relative_attention") and kinds:
         distances = _read_distances(fields, sizes, kinds)
     own = distances is not None and not config.get("share_att_key")
     scale = float((sizes.head_dim * (1 + len(kinds))) ** -0.5)
     layer = _layer(sizes, _DEBERTA_NAMES).mapped(
-        lambda of: _scaled(of, scale, kinds if own else ()) if isinstance(of, AttentionSpec) else of
+        lambda of: (
+            _deberta_attention(of, scale, kinds if own else ())
+            if isinstance(of, AttentionSpec)
+            else of
+        )
     )
     named = config.get("pooler_hidden_act", "gelu")
     activation = family.read_activation(fields, "pooler_hidden_act", named)
@@ -323,13 +328,13 @@ def _deberta_embedding(fields: Fields, sizes: family.ModelSizes) -> EmbeddingSpe
     return found if adds else replace(found, positions=None)
 
 
-def _read_kinds(fields: Fields) -> tuple[str, ...]:
+def _read_deberta_kinds(fields: Fields) -> tuple[str, ...]:
     said = fields.config.get("pos_att_type") or []
     each = said.lower().split("|") if isinstance(said, str) else said
-    if not isinstance(each, list) or not all(str(kind).strip() in _KINDS for kind in each):
-        fields.refuse(f"pos_att_type must be of {' and '.join(_KINDS)}, got {said!r}")
+    if not isinstance(each, list) or not all(str(kind).strip() in _DEBERTA_KINDS for kind in each):
+        fields.refuse(f"pos_att_type must be of {' and '.join(_DEBERTA_KINDS)}, got {said!r}")
         return ()
-    return tuple(kind for kind in _KINDS if kind in {str(one).strip() for one in each})
+    return tuple(kind for kind in _DEBERTA_KINDS if kind in {str(one).strip() for one in each})
 
 
 def _read_distances(
@@ -360,13 +365,16 @@ def _read_distances(
     )
 
 
-def _scaled(of: AttentionSpec, scale: float, own: tuple[str, ...]) -> AttentionSpec:
+def _deberta_attention(of: AttentionSpec, scale: float, own: tuple[str, ...]) -> AttentionSpec:
     """Return the attention with this scale. own: kinds of scores for which vectors of distances
     have matrices of their own."""
     if not own:
         return replace(of, scale=scale)
     q = of.qkv.parts[0]
-    paths = {"p2c": f"{_OWN}.pos_query_proj", "c2p": f"{_OWN}.pos_key_proj"}
+    paths = {
+        "p2c": f"{_DEBERTA_ATTENTION}.pos_query_proj",
+        "c2p": f"{_DEBERTA_ATTENTION}.pos_key_proj",
+    }
     parts = tuple(
         Part(path, q.out_features, q.spans) for kind, path in paths.items() if kind in own
     )
@@ -375,6 +383,7 @@ def _scaled(of: AttentionSpec, scale: float, own: tuple[str, ...]) -> AttentionS
 
 
 def read_modernbert(fields: Fields) -> ModelSpec:
+    """ModernBERT: norms before steps, gated MLPs, rotations, and windows in two of three layers."""
     config = fields.config
     fields = fields.changed(hidden_act=config.get("hidden_activation", "gelu"))
     fields.only("rope_scaling", None)
@@ -390,7 +399,9 @@ def read_modernbert(fields: Fields) -> ModelSpec:
         _modern_layer(fields, sizes, norm, n, windowed=is_one) for n, is_one in enumerate(windowed)
     ]
     embedding = EmbeddingSpec(_EMBED, sizes.vocab, sizes.hidden, norm=norm(_NORM))
-    model = _encoder(fields, sizes, embedding, layers, _scores(fields, sizes, norm), _MODERN_NAMES)
+    model = _encoder(
+        fields, sizes, embedding, layers, _modern_scores(fields, sizes, norm), _MODERN_NAMES
+    )
     return replace(model, norm=norm("model.norm"))
 
 
@@ -406,14 +417,16 @@ def _modern_layer(
     if windowed:
         window = fields.positive("local_attention", 128) // 2 + 1
     biases = family.Biases(bias, bias, bool(fields.config.get("mlp_bias", False)))
-    of = family.attention(sizes, _rope(fields, WINDOWED if windowed else FULL), window, biases)
+    of = family.attention(
+        sizes, _modern_rope(fields, WINDOWED if windowed else FULL), window, biases
+    )
     branches = family.renamed(of, family.mlp(sizes, biases), _MODERN_LAYER)
     norms = family.NormPlaces(norm("attn_norm") if number else None, norm("mlp_norm"))
     return family.layer(sizes, *branches, norms)
 
 
-def _rope(fields: Fields, kind: str) -> RopeSpec:
-    key, usual = _THETAS[kind]
+def _modern_rope(fields: Fields, kind: str) -> RopeSpec:
+    key, usual = _MODERN_THETAS[kind]
     table = fields.table(fields.table(fields.config, "rope_parameters"), kind)
     if table.get("rope_type", "default") != "default":
         fields.refuse(f"rope_parameters: only default is served, got {table['rope_type']!r}")
@@ -421,9 +434,11 @@ def _rope(fields: Fields, kind: str) -> RopeSpec:
     return RopeSpec("default", fields.number(table, "rope_theta", usual))
 
 
-def _scores(fields: Fields, sizes: family.ModelSizes, norm: _MakeNorm) -> tuple[ScoreSpec, ...]:
+def _modern_scores(
+    fields: Fields, sizes: family.ModelSizes, norm: _MakeNorm
+) -> tuple[ScoreSpec, ...]:
     config, hidden = fields.config, sizes.hidden
-    pooling = _POOLINGS.get(str(config.get("classifier_pooling", "cls")))
+    pooling = _MODERN_POOLINGS.get(str(config.get("classifier_pooling", "cls")))
     if pooling is None:
         fields.refuse(
             f"classifier_pooling must be cls or mean, got {config['classifier_pooling']!r}"

@@ -113,7 +113,7 @@ _MINICPM: dict[str, Any] = {
 }
 
 
-class LatentSizes(NamedTuple):
+class _LatentSizes(NamedTuple):
     """Sizes of attention to latents. queries: features between `q_a` and `q_b`; None = there is no
     `q_a`. The others are those of LatentSpec."""
 
@@ -130,12 +130,12 @@ def _with_usual(fields: Fields, usual: Mapping[str, Any]) -> Fields:
     return fields.changed(**{key: value for key, value in usual.items() if key not in config})
 
 
-def _read_latent_sizes(fields: Fields, **usual: Any) -> tuple[ModelSizes, LatentSizes]:
+def _read_latent_sizes(fields: Fields, **usual: Any) -> tuple[ModelSizes, _LatentSizes]:
     """Read the sizes of a model. usual: as of `family.read_sizes`. The keys of latents are there,
-    or usual already (`with_usual`).
+    or usual already (`_with_usual`).
     """
     queries = fields.config.get("q_lora_rank")
-    of = LatentSizes(
+    of = _LatentSizes(
         None if queries is None else fields.positive("q_lora_rank"),
         fields.positive("kv_lora_rank"),
         fields.positive("qk_nope_head_dim"),
@@ -153,7 +153,7 @@ def _read_latent_sizes(fields: Fields, **usual: Any) -> tuple[ModelSizes, Latent
 def _attention(
     fields: Fields,
     sizes: ModelSizes,
-    of: LatentSizes,
+    of: _LatentSizes,
     rules: RopeRules = LLAMA,
     *,
     interleaved: bool,
@@ -170,7 +170,7 @@ def _attention(
 
 
 def _spec(
-    sizes: ModelSizes, of: LatentSizes, rope: RopeSpec, scale: float, *, bias: bool
+    sizes: ModelSizes, of: _LatentSizes, rope: RopeSpec, scale: float, *, bias: bool
 ) -> LatentSpec:
     hidden, heads = sizes.hidden, sizes.heads
     q_a = norm = None
@@ -261,7 +261,7 @@ def read_glm_lite(fields: Fields) -> ModelSpec:
     return _scored(fields, sizes, of, sparse)
 
 
-def _read_sizes(fields: Fields, **usual: Any) -> tuple[ModelSizes, LatentSizes]:
+def _read_sizes(fields: Fields, **usual: Any) -> tuple[ModelSizes, _LatentSizes]:
     fields.only("moe_layer_freq", 1)
     experts.refuse_other_activation(fields)
     return _read_latent_sizes(fields, **usual)
@@ -274,7 +274,7 @@ def _read_softmax(fields: Fields, sizes: ModelSizes) -> tuple[int, MoeSpec]:
     return size, routed.read_softmax(counted, sizes, (1, 1), size)
 
 
-def _read_attention(fields: Fields, sizes: ModelSizes, of: LatentSizes) -> tuple[LatentSpec, int]:
+def _read_attention(fields: Fields, sizes: ModelSizes, of: _LatentSizes) -> tuple[LatentSpec, int]:
     """Read attention, whose rotation turns neighbours where `rope_interleave` says so."""
     interleaved = bool(fields.config.get("rope_interleave"))
     return _attention(fields, sizes, of, interleaved=interleaved)
@@ -283,7 +283,7 @@ def _read_attention(fields: Fields, sizes: ModelSizes, of: LatentSizes) -> tuple
 def _scored(
     fields: Fields,
     sizes: ModelSizes,
-    of: LatentSizes,
+    of: _LatentSizes,
     sparse: frozenset[int],
 ) -> ModelSpec:
     for key, usual in (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")):

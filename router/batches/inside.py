@@ -36,9 +36,9 @@ class InsideDoor:
             raise EOFError  # so that what broke off, or was never said, is an answer to httpx, too
 
         headers = {
-            "user-agent": _NAME,
-            "content-type": "application/json",
-            "authorization": authorization,
+            b"user-agent": _NAME.encode(),
+            b"content-type": b"application/json",
+            b"authorization": authorization.encode("latin-1"),  # as servers decode it
         }
         request = httpx.Request("POST", f"http://{_NAME}{path}", headers=headers, content=body)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)

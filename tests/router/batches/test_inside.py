@@ -24,10 +24,14 @@ async def test_a_line_comes_as_a_request() -> None:
         headers = {"x-request-id": "r1", "retry-after": "2.5"}
         await JSONResponse(answer, 429, headers)(scope, receive, send)
 
-    answer = await door_to(app).ask("/v1/completions", b"{}", "Batch x", place=7)
+    answer = await door_to(app).ask("/v1/completions", b"{}", "Batch \xe9", place=7)
     assert (answer.status, answer.request_id, answer.retry_after_s) == (429, "r1", 2.5)
     host = {"host": "loraplex-batch", "user-agent": "loraplex-batch"}
-    body = {"content-type": "application/json", "content-length": "2", "authorization": "Batch x"}
+    body = {
+        "content-type": "application/json",
+        "content-length": "2",
+        "authorization": "Batch \xe9",
+    }
     wanted = ["POST", "/v1/completions", host | body, 7, None, "{}"]
     assert json.loads(answer.content) == wanted
 

@@ -156,16 +156,17 @@ def _latent_append_kernel(
         item = tl.program_id(1) - GROUPS
         head = item // BLOCKS
         row = token * HEADS + head
-        factor = tl.full((), 1.0, tl.float32)
-        if SCALED:
-            factor = tl.load(tables[1] + tl.load(turns_ptr + token))
-        absorb_block(
-            q_ptr + row * (NOPE + 2 * HALF), queries_ptr + row * TOKEN,
+        o = item % BLOCKS * BLOCK_O + tl.arange(0, BLOCK_O)
+        to_ptr = queries_ptr + row * TOKEN + o
+        total, live = absorb_block(
+            q_ptr + row * (NOPE + 2 * HALF), to_ptr,
             (weight_ptr, stride_head, stride_in, stride_out),
-            (words_ptr, ints_ptr, floats_ptr, site, num_sites), slots_ptr + token, head,
-            item % BLOCKS * BLOCK_O + tl.arange(0, BLOCK_O), factor,
+            (words_ptr, ints_ptr, floats_ptr, site, num_sites), slots_ptr + token, head, o,
             INPUTS, OUTPUTS, HEAD, KEYS, True, BASE, LORA, BLOCK_I, BLOCK_R, PDL,
         )  # fmt: skip
+        if SCALED:
+            total *= tl.load(tables[1] + tl.load(turns_ptr + token))
+        tl.store(to_ptr, total.to(queries_ptr.dtype.element_ty), mask=live)
     elif tl.program_id(1) + 1 < GROUPS:
         wait(PDL)
         turn = tl.load(turns_ptr + token)

@@ -134,14 +134,15 @@ def _absorb_kernel(
     """A program takes some outputs of one head of one token."""
     let_next_start(PDL)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    absorb_block(
-        x_ptr + token * strides_x[0] + head * strides_x[1],
-        y_ptr + token * strides_y[0] + head * strides_y[1],
+    o = tl.program_id(2) * BLOCK_O + tl.arange(0, BLOCK_O)
+    to_ptr = y_ptr + token * strides_y[0] + head * strides_y[1] + o
+    total, live = absorb_block(
+        x_ptr + token * strides_x[0] + head * strides_x[1], to_ptr,
         (weight_ptr, stride_head, stride_in, stride_out),
-        (words_ptr, ints_ptr, floats_ptr, site, num_sites), slots_ptr + token, head,
-        tl.program_id(2) * BLOCK_O + tl.arange(0, BLOCK_O), 1.0,
+        (words_ptr, ints_ptr, floats_ptr, site, num_sites), slots_ptr + token, head, o,
         INPUTS, OUTPUTS, HEAD, KEYS, OF_KEYS, BASE, LORA, BLOCK_I, BLOCK_R, PDL,
     )  # fmt: skip
+    tl.store(to_ptr, total.to(y_ptr.dtype.element_ty), mask=live)
 
 
 @triton.jit
@@ -153,7 +154,6 @@ def absorb_block(
     slot_ptr: tl.tensor,
     head: tl.tensor,
     o: tl.tensor,
-    factor: tl.tensor,
     INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     HEAD: tl.constexpr,
@@ -164,11 +164,12 @@ def absorb_block(
     BLOCK_I: tl.constexpr,
     BLOCK_R: tl.constexpr,
     PDL: tl.constexpr,
-) -> None:
-    """Outputs o of one head of one token, times a factor. x_ptr, to_ptr: the head's. weight:
-    address and strides; adapters: words, ints and floats of the table, site and number of sites;
-    slot_ptr: the token's. The matrix is asked for before what the kernels before wrote is waited
-    for. Without BASE nothing is read or written where no adapter is."""
+) -> tuple[Any, Any]:
+    """Outputs o of one head of one token, float32, and which of them are to be written. x_ptr: the
+    head's; to_ptr: of each o. weight: address and strides; adapters: words, ints and floats of the
+    table, site and number of sites; slot_ptr: the token's. The matrix is asked for before what the
+    kernels before wrote is waited for. Without BASE the outputs are what lies at to_ptr and LoRA,
+    and nothing is read where no adapter is."""
     i = tl.arange(0, BLOCK_I)
     taken, live = i < INPUTS, o < OUTPUTS
     if BASE:
@@ -188,7 +189,7 @@ def absorb_block(
     if BASE:
         total = tl.sum(w.to(tl.float32) * x[:, None], axis=0)
     else:
-        total = tl.load(to_ptr + o, mask=live, other=0.0).to(tl.float32)
+        total = tl.load(to_ptr, mask=live, other=0.0).to(tl.float32)
     if LORA:
         pointer = tl.pointer_type(x_ptr.dtype.element_ty)
         addresses = (
@@ -198,7 +199,7 @@ def absorb_block(
         total += tl.load(scales_at(floats_ptr, record)) * _low_rank(
             x, o, addresses, rank, head, INPUTS, OUTPUTS, HEAD, KEYS, OF_KEYS, BLOCK_R
         )
-    tl.store(to_ptr + o, (total * factor).to(to_ptr.dtype.element_ty), mask=live)
+    return total, live
 
 
 @triton.jit

@@ -341,13 +341,18 @@ def host_pages_bytes(model: ModelSpec, engine: EngineConfig) -> int:
     return (engine.host_kv_memory - of_snapshots) // PAGESIZE * PAGESIZE
 
 
+def _disk_snapshots_bytes(model: ModelSpec, engine: EngineConfig) -> int:
+    """Bytes of the disk for snapshots: none where host memory keeps none, through which they go."""
+    return _for_snapshots(model, engine, engine.disk_kv) if host_snapshots(model, engine) else 0
+
+
 def memory_table(
     model: ModelSpec, engine: EngineConfig, weights: int, others: int = 0
 ) -> tuple[MemoryLine, ...]:
     """List all uses of memory of a device, and of its process below the device. weights, others:
     bytes of the model's weights, and of other programs."""
     each = state_bytes(model, engine.dtype)
-    of_disk = _for_snapshots(model, engine, engine.disk_kv)
+    of_disk = _disk_snapshots_bytes(model, engine)
     lines = (
         MemoryLine("weights", weights),
         MemoryLine("adapters", engine.adapter_memory),
@@ -427,8 +432,7 @@ def executor_limits(
             " (one extent) are needed"
         )
     max_context = _max_context(model, engine, num_pages, page)
-    of_disk, each = _for_snapshots(model, engine, engine.disk_kv), state_bytes(model, engine.dtype)
-    kept_states = host_snapshots(model, engine)
+    of_disk, each = _disk_snapshots_bytes(model, engine), state_bytes(model, engine.dtype)
     return ExecutorLimits(
         num_pages=num_pages,
         page_size=engine.page_size,
@@ -454,8 +458,8 @@ def executor_limits(
         pictures=picture_limits(model, engine, max_context),
         host_pages=of_host // page if page else 0,
         disk_pages=(engine.disk_kv - of_disk) // (page + _FILE_BYTES) if page else 0,
-        host_snapshots=kept_states,
-        disk_snapshots=of_disk // (each + _FILE_BYTES) if kept_states else 0,
+        host_snapshots=host_snapshots(model, engine),
+        disk_snapshots=of_disk // (each + _FILE_BYTES),
         routing=routing_form(model),
     )
 

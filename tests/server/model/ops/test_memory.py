@@ -113,6 +113,21 @@ def test_states_and_snapshots_are_lines_of_the_table() -> None:
     assert executor_limits(model, of_kept).num_snapshots == 10
 
 
+def test_the_disk_is_for_pages_where_host_memory_keeps_no_snapshot() -> None:
+    model = read_model(served_families()["qwen3_5_text"].config)
+    each = state_bytes(model, "bfloat16")
+    sizes = {"kv_memory": 9 * each, "snapshot_memory": each, "disk_kv": 100 * each}
+    little, enough = (
+        msgspec.structs.replace(AUTO, host_kv_memory=count * each, **sizes) for count in (9, 10)
+    )
+    both, pages = executor_limits(model, enough), executor_limits(model, little)
+    assert (both.host_snapshots, both.disk_snapshots) == (1, 9)
+    assert (pages.host_snapshots, pages.disk_snapshots) == (0, 0)
+    assert pages.disk_pages * 9 // 10 <= both.disk_pages < pages.disk_pages
+    table = {(line.name, line.where): line.nbytes for line in memory_table(model, little, 1)}
+    assert table["KV cache", "disk"] == 100 * each
+
+
 def test_inputs_of_drafts_are_a_line_of_the_table() -> None:
     """Qwen3.5-9B has q, k, v and z, and two numbers for each of 32 heads."""
     model = read_model(served_families()["qwen3_5_text"].config)

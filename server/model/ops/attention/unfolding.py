@@ -1,4 +1,4 @@
-"""Which prompts of attention to latents have keys and values unfolded, and in what pieces.
+"""The choice of prompts whose latents are unfolded to keys and values, and the pieces of these.
 
 Either `kv_b` makes keys and values of latents first, or it is absorbed in queries and results. An
 unfolded head is narrower than a latent, so each pair of a query and a key takes fewer operations.

@@ -1,4 +1,4 @@
-"""Which prompts have keys and values unfolded, and that pieces show each query all that it sees."""
+"""The choice of prompts that are unfolded, and pieces that show each query all that it sees."""
 
 import numpy as np
 import pytest

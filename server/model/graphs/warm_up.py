@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from loraplex.server.model.ops.cuda.ops_cuda import CudaOps  # which needs FlashInfer
 
 # Token counts that between them use every kernel of steps outside graphs.
-_WARM_TOKENS = (3, 40, 300, 600, 2100)
+_WARM_TOKENS = (1, 3, 40, 300, 600, 2100)
 _JOINED_TOKENS = 40  # of a step whose pictures are joined
 
 

@@ -32,12 +32,13 @@ from tests.server.model.hub_models import add_adapter, make_model, save_model
 from tests.server.model.slabs import pack
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-BASE, LAYERS, ODD, HEAD, EMBEDDING = -1, 0, 1, 2, 3
+BASE, LAYERS, ODD, HEAD, EMBEDDING, NORMS = -1, 0, 1, 2, 3, 4
 ADAPTERS = {
     LAYERS: LoraConfig(r=16, target_modules=list(ALL)),
     ODD: LoraConfig(r=5, target_modules=list(ALL)),
     HEAD: LoraConfig(r=8, target_modules=["lm_head"]),
     EMBEDDING: LoraConfig(r=8, target_modules=["embed_tokens", "q_proj"]),
+    NORMS: LoraConfig(r=8, target_modules=["o_proj"], modules_to_save=["input_layernorm"]),
 }
 GREEDY = SamplingParams(temperature=0.0)
 RANDOM = SamplingParams(temperature=0.8, top_p=0.9)
@@ -50,6 +51,7 @@ CASES: tuple[tuple[int, tuple[int, ...], int, SamplingParams], ...] = (
     *((count, (LAYERS, HEAD), 7, GREEDY) for count in (1, 3, 5, 40, 300)),
     *((count, (LAYERS, EMBEDDING), 7, GREEDY) for count in (1, 5, 40, 300)),
     *((1, (LAYERS,), tokens, GREEDY) for tokens in (100, 200)),
+    *((count, (BASE, NORMS), 7, GREEDY) for count in (2, 4, 40)),
     *((3, (BASE, LAYERS, ODD), 7, wanted) for wanted in (RANDOM, PENALISED, SCORED)),
     *((80, slots, 100, GREEDY) for slots in ((BASE,), (LAYERS,), (LAYERS, ODD))),
     (80, (BASE, LAYERS, ODD, HEAD, EMBEDDING), 100, SCORED),
@@ -126,10 +128,8 @@ def started(folder: Path, gpu: str, patch: pytest.MonkeyPatch) -> Driver:
             "num_kv_shared_layers": 2,
             "global_head_dim": 128,
         }
-    model = make_model(variant, max_position_embeddings=4096, **sizes)
-    save_model(model, folder)
-    for slot, adapter in ADAPTERS.items():
-        model = add_adapter(model, str(slot), adapter, slot)
+    sizes["max_position_embeddings"] = 4096
+    save_model(make_model(variant, **sizes), folder)
     memory: dict[str, Any] = {
         "kv_memory": 512 << 20,
         "adapter_memory": 64 << 20,
@@ -140,8 +140,9 @@ def started(folder: Path, gpu: str, patch: pytest.MonkeyPatch) -> Driver:
         limits["max_draft"] = 4
     driver = Driver(folder, dtype="bfloat16", **memory, **limits)
     first = 0
-    for slot in ADAPTERS:
-        layout, slab = pack(model, str(slot), dtype="bfloat16")
+    for slot, adapter in ADAPTERS.items():
+        model = add_adapter(make_model(variant, **sizes), "one", adapter, slot)
+        layout, slab = pack(model, "one", dtype="bfloat16")
         assert driver.load(slot, layout, slab, first).error is None
         first += sum(layout.runs)
     return driver

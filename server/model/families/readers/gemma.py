@@ -1,6 +1,7 @@
-"""Gemma: norms stored less one, a scaled embedding, a GELU in the MLP. Gemma 4 has windowed layers,
-wide ones whose keys may be values, experts beside MLPs, embeddings of each layer, and last layers
-that read the keys and values of earlier ones. Pure.
+"""Gemma 1 to 4, VaultGemma and EmbeddingGemma: a scaled embedding, and a GELU in the MLP. Up to
+Gemma 3 norms are stored less one. Gemma 4 has windowed layers, wide ones whose keys may be values,
+experts beside MLPs, embeddings of each layer, and last layers that read the keys and values of
+earlier ones. Pure.
 """
 
 from collections.abc import Mapping, Sequence
@@ -76,7 +77,7 @@ def read_gemma(fields: Fields) -> ModelSpec:
     )
     of = family.attention(sizes, rope, biases=family.attention_biases(fields))
     layer = family.layer(sizes, of, family.mlp(sizes, activation=activation), norms)
-    return model_of(fields, sizes, (layer,) * sizes.layers, max_context)
+    return _model_of(fields, sizes, (layer,) * sizes.layers, max_context)
 
 
 def read_vaultgemma(fields: Fields) -> ModelSpec:
@@ -94,7 +95,7 @@ def read_gemma2(fields: Fields) -> ModelSpec:
     sizes = _read_sizes(fields, kv_heads=4)
     rope, max_context = read_rope(fields, sizes)
     scale = fields.number(config, "query_pre_attn_scalar", _SCALAR) ** -0.5
-    softcap = read_softcap(fields, "attn_logit_softcapping", 50.0)
+    softcap = _read_softcap(fields, "attn_logit_softcapping", 50.0)
     window, biases = config.get("sliding_window", _WINDOW), family.attention_biases(fields)
     windows = family.read_windows(fields, sizes, window, lambda layer: layer % 2 == 0)
     layers = layers_of(
@@ -105,8 +106,8 @@ def read_gemma2(fields: Fields) -> ModelSpec:
             for each in windows
         ],
     )
-    cap = read_softcap(fields, "final_logit_softcapping", 30.0)
-    return model_of(fields, sizes, layers, max_context, cap)
+    cap = _read_softcap(fields, "final_logit_softcapping", 30.0)
+    return _model_of(fields, sizes, layers, max_context, cap)
 
 
 def read_gemma3(fields: Fields) -> ModelSpec:
@@ -139,8 +140,8 @@ def read_gemma3(fields: Fields) -> ModelSpec:
         for rope, window in zip(ropes, windows, strict=True)
     ]
     layers = layers_of(fields, sizes, attentions)
-    cap = read_softcap(fields, "final_logit_softcapping", None)
-    return model_of(fields, sizes, layers, sizes.positions, cap)
+    cap = _read_softcap(fields, "final_logit_softcapping", None)
+    return _model_of(fields, sizes, layers, sizes.positions, cap)
 
 
 def _seeing_both_ways(fields: Fields) -> Fields:
@@ -155,7 +156,7 @@ def _read_sizes(fields: Fields, kv_heads: int) -> family.ModelSizes:
     return family.read_sizes(fields, kv_heads=kv_heads, head_dim=_HEAD_DIM, activation=None)
 
 
-def read_softcap(fields: Fields, key: str, usual: float | None) -> float | None:
+def _read_softcap(fields: Fields, key: str, usual: float | None) -> float | None:
     """Read a soft cap. usual: where `config.json` has no such key; null = no cap."""
     if fields.config.get(key, usual) is None:
         return None
@@ -185,7 +186,7 @@ def layers_of(
     return [family.layer(sizes, of, mlp, norms) for of in attentions]
 
 
-def model_of(
+def _model_of(
     fields: Fields,
     sizes: family.ModelSizes,
     layers: Sequence[LayerSpec],
@@ -244,8 +245,8 @@ def _read_gemma4(fields: Fields, window: int) -> ModelSpec:
         layers = _with_experts(fields, sizes, layers)
     inputs = _read_inputs(fields, sizes)
     layers = [_with_scalar(_with_inputs(layer, sizes, inputs)) for layer in layers]
-    cap = read_softcap(fields, "final_logit_softcapping", None)
-    model = model_of(fields, sizes, layers, sizes.positions, cap)
+    cap = _read_softcap(fields, "final_logit_softcapping", None)
+    model = _model_of(fields, sizes, layers, sizes.positions, cap)
     unread = [number for number, source in enumerate(sources) if source is not None]
     return replace(
         model,

@@ -1,6 +1,6 @@
-"""GPT-2, GPT-J, GPT-NeoX and kin: LayerNorm, an MLP without gate, names of their own. Positions
-turn features, or are added to the embedding. Scores of BLOOM and MPT fall with distance (ALiBi).
-Pure.
+"""GPT-J, CodeGen, GPT-NeoX, Persimmon, Falcon, GPT-2, StarCoder 1, GPT-Neo, OPT, BLOOM and MPT:
+LayerNorm, an MLP without gate, names of their own. Positions turn features, or are added to the
+embedding. Scores of BLOOM and MPT fall with distance (ALiBi). Pure.
 """
 
 from collections.abc import Mapping, Sequence
@@ -295,7 +295,7 @@ def _layer(
 def read_gpt2(fields: Fields) -> ModelSpec:
     """GPT-2, whose checkpoints hold each matrix of a layer transposed."""
     fields, sizes = _read_gpt2_sizes(fields, None, "gelu_new")
-    scales = [_scale(fields, sizes)] * sizes.layers
+    scales = [_read_gpt2_scale(fields, sizes)] * sizes.layers
     if fields.config.get("scale_attn_by_inverse_layer_idx"):
         scales = [scale / number for number, scale in enumerate(scales, 1)]
     layers = [
@@ -309,7 +309,7 @@ def read_gpt_bigcode(fields: Fields) -> ModelSpec:
     """StarCoder 1 and SantaCoder: one head of keys and values for all of q."""
     shares = bool(fields.config.get("multi_query", True))
     fields, sizes = _read_gpt2_sizes(fields, 1 if shares else None, "gelu_pytorch_tanh")
-    of = family.attention(sizes, None, biases=_ALL, scale=_scale(fields, sizes))
+    of = family.attention(sizes, None, biases=_ALL, scale=_read_gpt2_scale(fields, sizes))
     layer = _named(sizes, of, _ALL, _GPT2_NAMES, UNGROUPED if shares else Groups(sizes.heads))
     return _learned(fields, sizes, [layer] * sizes.layers)
 
@@ -321,7 +321,7 @@ def read_gpt_neo(fields: Fields) -> ModelSpec:
     window = fields.positive("window_size", _NEO_WINDOW)
     biases = family.Biases(o=True, mlp=True)
     layers = []
-    for kind in _read_kinds(fields, sizes):
+    for kind in _read_neo_kinds(fields, sizes):
         own = window if kind == "local" else None
         of = family.attention(sizes, None, own, biases, scale=1.0)
         layers.append(_named(sizes, of, biases, _NEO_NAMES))
@@ -387,12 +387,12 @@ def _read_gpt2_sizes(
     return fields, read_sizes(fields, kv_heads, "layer_norm_epsilon")
 
 
-def _scale(fields: Fields, sizes: family.ModelSizes) -> float:
+def _read_gpt2_scale(fields: Fields, sizes: family.ModelSizes) -> float:
     scales = bool(fields.config.get("scale_attn_weights", True))
     return float(sizes.head_dim**-0.5) if scales else 1.0
 
 
-def _read_kinds(fields: Fields, sizes: family.ModelSizes) -> list[str]:
+def _read_neo_kinds(fields: Fields, sizes: family.ModelSizes) -> list[str]:
     """Read the kind of each layer of GPT-Neo, "global" or "local"."""
     each = fields.config.get("attention_layers")
     said = fields.config.get("attention_types") or [[["global", "local"], sizes.layers // 2]]

@@ -62,7 +62,7 @@ def read_hybrid(fields: Fields) -> ModelSpec:
     feed = replace(feed, branches=_read_branches(fields, sizes))
     mixers = {family.FULL: LayerSpec((attend, feed))}
     if mamba.LINEAR in named:
-        mixer = mamba.mixer(fields, sizes, mamba.read_mamba(fields, sizes))
+        mixer = mamba.mixer(fields, sizes, mamba.read_mamba_sizes(fields, sizes))
         mixers[mamba.LINEAR] = LayerSpec((replace(attend, branches=(mixer,)), feed))
     layers = [mixers[kind] for kind in named]
     model = family.model(fields, sizes, layers, max_context, eos=2, stored_names=_STORED)

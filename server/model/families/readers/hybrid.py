@@ -28,25 +28,30 @@ from loraplex.server.model.spec.moe_spec import RouterRule
 from loraplex.server.model.spec.state_spec import DeltaNetSpec, ShortConvSpec
 
 _LINEAR = "linear_attention"
-_HEAD_DIM = 256
-_PATH = "linear_attn"
+_QWEN_HEAD_DIM = 256
+_DELTA = "linear_attn"
 _QWEN_RULES = RopeRules(partial=0.25)
 
-_EOS = 100257
-_NORM_EPSILON = 1e-5  # which `config.json` does not say
-_STORED = (
+_OLMO_EOS = 100257
+_OLMO_EPSILON = 1e-5  # which `config.json` does not say
+_OLMO_STORED = (
     (r"\.attention_layer_norm\.", ".input_layernorm."),
     (r"\.feedforward_layer_norm\.", ".post_attention_layernorm."),
 )
 
 _CONV = "conv"
 _LFM_RULES = RopeRules(theta=1e6)
-_BLOCK = "feed_forward"
-_NAMES = experts.ExpertNames(
-    f"{_BLOCK}.gate", f"{_BLOCK}.experts.{{}}", "w1", "w3", "w2", stacked=f"{_BLOCK}.experts"
+_LFM_BLOCK = "feed_forward"
+_LFM_NAMES = experts.ExpertNames(
+    f"{_LFM_BLOCK}.gate",
+    f"{_LFM_BLOCK}.experts.{{}}",
+    "w1",
+    "w3",
+    "w2",
+    stacked=f"{_LFM_BLOCK}.experts",
 )
 # What is added to the sum that weights of experts are divided by.
-_ADDED = 1e-6
+_LFM_ADDED = 1e-6
 
 
 def read_qwen3_next(fields: Fields) -> ModelSpec:
@@ -80,7 +85,7 @@ def _read_qwen_sizes(fields: Fields, kv_heads: int) -> ModelSizes:
     for key, usual in (("hidden_act", "silu"), ("is_causal", True)):
         fields.only(key, usual)
     fields.only("attn_output_gate", True)
-    return family.read_sizes(fields, kv_heads=kv_heads, head_dim=_HEAD_DIM)
+    return family.read_sizes(fields, kv_heads=kv_heads, head_dim=_QWEN_HEAD_DIM)
 
 
 def _read_qwen_experts(
@@ -106,12 +111,12 @@ def _read_qwen(
     rope, max_context = read_rope(fields, sizes, _QWEN_RULES)
     of = family.attention(sizes, rope, biases=family.attention_biases(fields), qk_norm=True)
     mixers: dict[str, Mixer] = {
-        FULL: _gated(of),
+        FULL: _qwen_attention(of),
         _LINEAR: _read_qwen_delta(fields, sizes, by_key_head=by_key_head),
     }
     dense = (family.mlp(sizes),)
     layers = [
-        _layer(sizes, mixers[kind], branches if number in sparse else dense)
+        _qwen_layer(sizes, mixers[kind], branches if number in sparse else dense)
         for number, kind in enumerate(_read_qwen_kinds(fields, sizes))
     ]
     return family.model(fields, sizes, layers, max_context)
@@ -130,7 +135,7 @@ def _qwen_norm(path: str, size: int, sizes: ModelSizes) -> NormSpec:
     return NormSpec(path, size, sizes.epsilon, offset=1.0)
 
 
-def _layer(sizes: ModelSizes, mixer: Mixer, branches: tuple[FeedForward, ...]) -> LayerSpec:
+def _qwen_layer(sizes: ModelSizes, mixer: Mixer, branches: tuple[FeedForward, ...]) -> LayerSpec:
     before, behind = (
         _qwen_norm(path, sizes.hidden, sizes)
         for path in ("input_layernorm", "post_attention_layernorm")
@@ -138,7 +143,7 @@ def _layer(sizes: ModelSizes, mixer: Mixer, branches: tuple[FeedForward, ...]) -
     return LayerSpec((StepSpec((mixer,), before), StepSpec(branches, behind)))
 
 
-def _gated(of: AttentionSpec) -> AttentionSpec:
+def _qwen_attention(of: AttentionSpec) -> AttentionSpec:
     """Attention whose q has a gate behind each head."""
     q, *kv = of.qkv.parts
     size = 2 * of.q_size
@@ -181,12 +186,12 @@ def _read_qwen_delta(fields: Fields, sizes: ModelSizes, *, by_key_head: bool) ->
         of_heads = Span(values, values // keys)
         mixed = {"in_proj_qkv": (of_keys, of_keys, of_values), "in_proj_z": (of_values,)}
         gates = {"in_proj_b": (of_heads,), "in_proj_a": (of_heads,)}
-    out = Part(f"{_PATH}.out_proj", sizes.hidden)
+    out = Part(f"{_DELTA}.out_proj", sizes.hidden)
     return DeltaNetSpec(
         _column("in", sizes, mixed),
         _column("gates", sizes, gates),
         LinearSpec("out", values * value_dim, (out,), "row"),
-        _PATH,
+        _DELTA,
         keys,
         values,
         key_dim,
@@ -200,21 +205,22 @@ def _read_qwen_delta(fields: Fields, sizes: ModelSizes, *, by_key_head: bool) ->
 def _column(role: Role, sizes: ModelSizes, parts: Mapping[str, tuple[Span, ...]]) -> LinearSpec:
     """Make a product of hidden states. parts: names of modules, and how devices share them."""
     made = (
-        Part(f"{_PATH}.{name}", sum(span.features for span in spans), spans)
+        Part(f"{_DELTA}.{name}", sum(span.features for span in spans), spans)
         for name, spans in parts.items()
     )
     return LinearSpec(role, sizes.hidden, tuple(made), "column")
 
 
 def read_olmo_hybrid(fields: Fields) -> ModelSpec:
+    """OLMo Hybrid: three of four layers are Gated DeltaNet, the fourth is one of OLMo 2."""
     for key, usual in (("hidden_act", "silu"), ("is_causal", True), ("clip_qkv", None)):
         fields.only(key, usual)
     sizes = family.read_sizes(fields)
-    rope, max_context = _read_rope(fields, sizes)
+    rope, max_context = _read_olmo_rope(fields, sizes)
     attention = family.attention(sizes, rope, biases=family.attention_biases(fields))
     of_kind = {
         FULL: windowed.olmo_layer(sizes, attention),
-        _LINEAR: family.layer(sizes, _read_delta(fields, sizes)),
+        _LINEAR: family.layer(sizes, _read_olmo_delta(fields, sizes)),
     }
     kinds = fields.config.get("layer_types")
     if kinds is None:
@@ -222,11 +228,11 @@ def read_olmo_hybrid(fields: Fields) -> ModelSpec:
         kinds = kinds if FULL in kinds else [*kinds[:-1], FULL]
     kinds = family.read_mixed_kinds(fields, sizes, kinds, _LINEAR)
     layers = [of_kind[kind] for kind in kinds]
-    model = family.model(fields, sizes, layers, max_context, eos=_EOS)
-    return replace(model, stored_names=_STORED)
+    model = family.model(fields, sizes, layers, max_context, eos=_OLMO_EOS)
+    return replace(model, stored_names=_OLMO_STORED)
 
 
-def _read_rope(fields: Fields, sizes: ModelSizes) -> tuple[RopeSpec | None, int]:
+def _read_olmo_rope(fields: Fields, sizes: ModelSizes) -> tuple[RopeSpec | None, int]:
     """Read the rotation; none where theta is null, as the published model has it."""
     said = {**fields.config, **rope_table(fields)}
     if "rope_theta" in said and said["rope_theta"] is None:
@@ -234,7 +240,7 @@ def _read_rope(fields: Fields, sizes: ModelSizes) -> tuple[RopeSpec | None, int]
     return read_rope(fields, sizes)
 
 
-def _read_delta(fields: Fields, sizes: ModelSizes) -> DeltaNetSpec:
+def _read_olmo_delta(fields: Fields, sizes: ModelSizes) -> DeltaNetSpec:
     usual = fields.positive("linear_num_key_heads", sizes.heads)
     key_dim = fields.positive("linear_key_head_dim", max(int(0.75 * sizes.hidden / usual), 1))
     heads = _read_heads(fields, (usual, sizes.heads, key_dim, 2 * key_dim))
@@ -244,7 +250,7 @@ def _read_delta(fields: Fields, sizes: ModelSizes) -> DeltaNetSpec:
     of_heads = Span(values, values // keys)
     mixed = {"q_proj": (of_keys,), "k_proj": (of_keys,), "v_proj": (of_values,)}
     gates = {"b_proj": (of_heads,), "a_proj": (of_heads,), "g_proj": (of_values,)}
-    out = Part(f"{_PATH}.o_proj", sizes.hidden)
+    out = Part(f"{_DELTA}.o_proj", sizes.hidden)
     allows = fields.config.get("linear_allow_neg_eigval", True)
     if type(allows) is not bool:
         fields.refuse(f"linear_allow_neg_eigval must be true or false, got {allows!r}")
@@ -252,9 +258,9 @@ def _read_delta(fields: Fields, sizes: ModelSizes) -> DeltaNetSpec:
         _column("in", sizes, mixed),
         _column("gates", sizes, gates),
         LinearSpec("out", of_values.features, (out,), "row"),
-        _PATH,
+        _DELTA,
         *heads,
-        _NORM_EPSILON,
+        _OLMO_EPSILON,
         gates_z=True,
         beta=2 if allows else 1,
         norm="o_norm",
@@ -270,8 +276,8 @@ def read_lfm2(fields: Fields) -> ModelSpec:
     config = fields.config
     inner = config.get("block_ff_dim", config.get("intermediate_size"))
     fields = fields.changed(intermediate_size=inner)
-    sizes = _read_sizes(fields)
-    sizes = sizes._replace(inner=_adjusted(fields, sizes.inner))
+    sizes = _read_lfm_sizes(fields)
+    sizes = sizes._replace(inner=_adjusted_inner(fields, sizes.inner))
     kinds = config.get("layer_types")
     if kinds is None:
         every = range(sizes.layers)
@@ -280,28 +286,28 @@ def read_lfm2(fields: Fields) -> ModelSpec:
             fields.refuse(f"full_attn_idxs must be a list of layers, got {attending!r}")
             attending = None
         kinds = [FULL if attending is None or n in attending else _CONV for n in every]
-    return _read(fields, sizes, kinds, [(_mlp(sizes),)] * sizes.layers)
+    return _read_lfm(fields, sizes, kinds, [(_lfm_mlp(sizes),)] * sizes.layers)
 
 
 def read_lfm2_moe(fields: Fields) -> ModelSpec:
     """LFM2 with experts, but in the first layers."""
     config = fields.config
-    sizes = _read_sizes(fields)
+    sizes = _read_lfm_sizes(fields)
     dense = fields.count("num_dense_layers", 2)
     feeds: list[tuple[FeedForward, ...]] = [
-        (_mlp(sizes),) if number < dense else (_read_experts(fields, sizes),)
+        (_lfm_mlp(sizes),) if number < dense else (_read_lfm_experts(fields, sizes),)
         for number in range(sizes.layers)
     ]
-    return _read(fields, sizes, config.get("layer_types"), feeds)
+    return _read_lfm(fields, sizes, config.get("layer_types"), feeds)
 
 
-def _read_sizes(fields: Fields) -> ModelSizes:
+def _read_lfm_sizes(fields: Fields) -> ModelSizes:
     fields.only("is_causal", True)
     sizes = family.read_sizes(fields, kv_heads=8, epsilon=1e-5, epsilon_key="norm_eps")
     return sizes._replace(activation="silu")
 
 
-def _adjusted(fields: Fields, inner: int) -> int:
+def _adjusted_inner(fields: Fields, inner: int) -> int:
     """Features within an MLP, as the family's code derives them."""
     config = fields.config
     if not config.get("block_auto_adjust_ff_dim", True):
@@ -314,23 +320,23 @@ def _adjusted(fields: Fields, inner: int) -> int:
     return multiple * ((inner + multiple - 1) // multiple)
 
 
-def _read_experts(fields: Fields, sizes: ModelSizes) -> FeedForward:
+def _read_lfm_experts(fields: Fields, sizes: ModelSizes) -> FeedForward:
     config = fields.config
     counts = experts.read_counts(fields, default=32, default_of_token=4)
     normed = bool(config.get("norm_topk_prob", True))
     size = fields.positive("moe_intermediate_size", 1792)
     rule: RouterRule = "sigmoid_top_k_normed" if normed else "sigmoid_top_k"
-    moe = experts.moe(sizes.hidden, size, counts, _NAMES, rule)
+    moe = experts.moe(sizes.hidden, size, counts, _LFM_NAMES, rule)
     corrected = bool(config.get("use_expert_bias", True))
     return replace(
         moe,
-        correction=(f"{_BLOCK}.expert_bias", (moe.experts,)) if corrected else None,
-        norm_added=_ADDED,
+        correction=(f"{_LFM_BLOCK}.expert_bias", (moe.experts,)) if corrected else None,
+        norm_added=_LFM_ADDED,
         factor=fields.number(config, "routed_scaling_factor", 1.0),
     )
 
 
-def _read(
+def _read_lfm(
     fields: Fields,
     sizes: ModelSizes,
     kinds: object,
@@ -339,8 +345,8 @@ def _read(
     """Read the model. feeds: what follows the mixer in each layer."""
     rope, max_context = read_rope(fields, sizes, _LFM_RULES)
     mixers: dict[str, Mixer] = {
-        FULL: _named(family.attention(sizes, rope, qk_norm=True)),
-        _CONV: _read_conv(fields, sizes),
+        FULL: _lfm_attention(family.attention(sizes, rope, qk_norm=True)),
+        _CONV: _read_lfm_conv(fields, sizes),
     }
     named = family.read_mixed_kinds(fields, sizes, kinds, _CONV)
     before, behind = family.norm("operator_norm", sizes), family.norm("ffn_norm", sizes)
@@ -354,7 +360,7 @@ def _read(
     return family.model(fields, sizes, layers, max_context, eos=2, last=last)
 
 
-def _named(of: AttentionSpec) -> AttentionSpec:
+def _lfm_attention(of: AttentionSpec) -> AttentionSpec:
     norms = {
         name: NormSpec(f"self_attn.{name[0]}_layernorm", norm.size, norm.epsilon)
         for name, norm in (("q_norm", of.q_norm), ("k_norm", of.k_norm))
@@ -363,13 +369,13 @@ def _named(of: AttentionSpec) -> AttentionSpec:
     return replace(of, o=family.with_paths(of.o, "self_attn.out_proj"), **norms)
 
 
-def _mlp(sizes: ModelSizes) -> FeedForward:
+def _lfm_mlp(sizes: ModelSizes) -> FeedForward:
     usual = family.mlp(sizes)
-    gate_up = family.with_paths(usual.gate_up, f"{_BLOCK}.w1", f"{_BLOCK}.w3")
-    return replace(usual, gate_up=gate_up, down=family.with_paths(usual.down, f"{_BLOCK}.w2"))
+    gate_up = family.with_paths(usual.gate_up, f"{_LFM_BLOCK}.w1", f"{_LFM_BLOCK}.w3")
+    return replace(usual, gate_up=gate_up, down=family.with_paths(usual.down, f"{_LFM_BLOCK}.w2"))
 
 
-def _read_conv(fields: Fields, sizes: ModelSizes) -> ShortConvSpec:
+def _read_lfm_conv(fields: Fields, sizes: ModelSizes) -> ShortConvSpec:
     hidden, kernel = sizes.hidden, fields.positive("conv_L_cache", 3)
     if kernel == 1:
         fields.refuse("conv_L_cache must be at least 2, got 1")

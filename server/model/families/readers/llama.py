@@ -1,5 +1,6 @@
-"""Llama, and what computes the same: under other names of keys, modules or tensors, with other
-biases and usual values, with an MLP without gate, or with factors. Pure.
+"""Llama, and models whose layers are Llama's but for names, biases, places of norms, or the gate of
+the MLP: Seed-OSS, Helium, Ernie 4.5, EXAONE 3, InternLM 2 and 3, dense Hunyuan, GLM 4, Arcee,
+Apertus, dense Nemotron, the first Yi and Qwen, XVERSE, Baichuan, ChatGLM. Pure.
 
 Types of `read_yi` and of what follows it have no class in transformers: their code lies on the Hub.
 """
@@ -83,7 +84,6 @@ _CHATGLM_FIXED: dict[str, Any] = {
     "pre_seq_len": None,
 }
 
-
 _QKV = tuple(f"self_attn.{name}_proj" for name in "qkv")
 _GLM_NAMES = LayerNames(_QKV, "self_attn.o_proj", ("mlp.gate_up_proj",), "mlp.down_proj")
 PHI3_NAMES = _GLM_NAMES._replace(qkv=("self_attn.qkv_proj",))
@@ -109,6 +109,7 @@ _INTERNLM2_NAMES = LayerNames(
 
 
 def read(fields: Fields) -> ModelSpec:
+    """Llama 1 to 3."""
     return assembled(fields, family.read_sizes(fields), read_biases(fields))
 
 

@@ -33,24 +33,23 @@ _BACKBONE = (
 # As older configurations name kinds of layers.
 _OLD = {"mamba": LINEAR, "attention": FULL}
 
-
 _MLP, _MOE = "mlp", "moe"
 _OF_LETTER = {"M": LINEAR, "*": FULL, "-": _MLP, "E": _MOE}
-_PATH = "mixer"
+_MIXER = "mixer"
 # Other spellings of keys, which win.
-_OTHER_KEYS = {
+_NEMOTRON_KEYS = {
     "mamba_n_groups": "n_groups",
     "mamba_d_conv": "conv_kernel",
     "mamba_dt_min": "time_step_min",
     "mamba_conv_bias": "use_conv_bias",
 }
-_NAMES = experts.ExpertNames(
-    f"{_PATH}.gate",
-    f"{_PATH}.experts.{{}}",
+_NEMOTRON_NAMES = experts.ExpertNames(
+    f"{_MIXER}.gate",
+    f"{_MIXER}.experts.{{}}",
     "gate_proj",
     "up_proj",
     "down_proj",
-    stacked=f"{_PATH}.experts",
+    stacked=f"{_MIXER}.experts",
 )
 
 
@@ -68,7 +67,7 @@ class _MambaSizes(NamedTuple):
 
 
 def read_bamba(fields: Fields) -> ModelSpec:
-    """Bamba."""
+    """Bamba: Mamba-2 between layers that attend, and an MLP in each."""
     fields.only("is_causal", True)
     config = fields.config
     sizes = family.read_sizes(fields, kv_heads=8, epsilon=1e-5)
@@ -85,7 +84,7 @@ def read_bamba(fields: Fields) -> ModelSpec:
         fields.refuse("attn_layer_indices: a model without layers that attend is not served")
     mixers: dict[str, Mixer] = {
         FULL: family.attention(sizes, rope, biases=biases),
-        LINEAR: mixer(fields, sizes, read_mamba(fields, sizes)),
+        LINEAR: mixer(fields, sizes, read_mamba_sizes(fields, sizes)),
     }
     feed = StepSpec((_feed_forward(sizes, biases),), family.norm("pre_ff_layernorm", sizes))
     before = family.norm("input_layernorm", sizes)
@@ -111,7 +110,7 @@ def current_kinds(kinds: object) -> object:
     return [_OLD.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]
 
 
-def read_mamba(fields: Fields, sizes: ModelSizes, inner: int | None = None) -> _MambaSizes:
+def read_mamba_sizes(fields: Fields, sizes: ModelSizes, inner: int | None = None) -> _MambaSizes:
     """Read sizes from the keys `mamba_…`. inner: features of all heads; None = `mamba_expand` times
     those of the residual stream."""
     config = fields.config
@@ -220,7 +219,7 @@ def read_mamba2(fields: Fields) -> ModelSpec:
 
 
 def read_falcon_h1(fields: Fields) -> ModelSpec:
-    """Read a layer's first step as two, since each branch has a factor of its own."""
+    """Falcon-H1: Mamba-2 and attention beside each other, as two steps, since each has a factor."""
     fields.only("is_causal", True)
     config = fields.config
     sizes = family.read_sizes(fields, kv_heads=8, epsilon=1e-5)
@@ -230,7 +229,7 @@ def read_falcon_h1(fields: Fields) -> ModelSpec:
     of_input = _factor(fields, "attention_in_multiplier")
     if attention and of_input != 1.0:
         fields.refuse("attention_bias beside attention_in_multiplier is not served")
-    attend = _scaled(fields, family.attention(sizes, rope, biases=biases), of_input)
+    attend = _falcon_attention(fields, family.attention(sizes, rope, biases=biases), of_input)
     gate, down = _factors(fields, "mlp_multipliers", 2)
     feed = replace(_feed_forward(sizes, biases), gate_factor=gate)
     layer = LayerSpec(
@@ -258,7 +257,7 @@ def read_falcon_h1(fields: Fields) -> ModelSpec:
     )
 
 
-def _scaled(fields: Fields, of: AttentionSpec, of_input: float) -> AttentionSpec:
+def _falcon_attention(fields: Fields, of: AttentionSpec, of_input: float) -> AttentionSpec:
     """Attention whose factors of inputs and keys are those of scores: what values have of them is a
     factor of its result."""
     qkv, o = (replace(each, factor_behind=of_input != 1.0) for each in (of.qkv, of.o))
@@ -271,7 +270,7 @@ def _read_falcon_mamba(fields: Fields, sizes: family.ModelSizes) -> Mamba2Spec:
     inner = None
     if "mamba_d_ssm" not in config or config["mamba_d_ssm"] is not None:
         inner = fields.positive("mamba_d_ssm", 1024)
-    found = read_mamba(fields, sizes, inner)
+    found = read_mamba_sizes(fields, sizes, inner)
     into, _, conv = found.biases
     found = found._replace(biases=(into, bool(config.get("projectors_bias", False)), conv))
     of_input = _factor(fields, "ssm_in_multiplier")
@@ -305,8 +304,8 @@ def read_nemotron_h(fields: Fields) -> ModelSpec:
     """Nemotron-H, and Nemotron 3 with experts."""
     fields.only("is_causal", True)
     config = fields.config
-    kinds = _read_kinds(fields)
-    renamed = {own: config[key] for key, own in _OTHER_KEYS.items() if key in config}
+    kinds = _read_nemotron_kinds(fields)
+    renamed = {own: config[key] for key, own in _NEMOTRON_KEYS.items() if key in config}
     fields = fields.changed(
         **renamed,
         num_hidden_layers=len(kinds),
@@ -318,7 +317,7 @@ def read_nemotron_h(fields: Fields) -> ModelSpec:
     )
     layers = []
     for kind in kinds:
-        branches = _read_branches(fields, sizes, kind)
+        branches = _read_nemotron_branches(fields, sizes, kind)
         layers.append(LayerSpec((StepSpec(branches, family.norm("norm", sizes)),)))
     if FULL not in kinds:
         fields.refuse("layers_block_type: a model without layers that attend is not served")
@@ -326,7 +325,7 @@ def read_nemotron_h(fields: Fields) -> ModelSpec:
     return replace(model, stored_names=_BACKBONE)
 
 
-def _read_kinds(fields: Fields) -> list[str]:
+def _read_nemotron_kinds(fields: Fields) -> list[str]:
     """The kind of each layer."""
     config = fields.config
     said = config.get("layers_block_type", config.get("layer_types"))
@@ -341,28 +340,28 @@ def _read_kinds(fields: Fields) -> list[str]:
     return kinds
 
 
-def _read_branches(fields: Fields, sizes: ModelSizes, kind: str) -> tuple[Branch, ...]:
+def _read_nemotron_branches(fields: Fields, sizes: ModelSizes, kind: str) -> tuple[Branch, ...]:
     if kind == FULL:
-        return (_attention(sizes),)
+        return (_nemotron_attention(sizes),)
     if kind == LINEAR:
         return (_read_nemotron_mamba(fields, sizes),)
     if kind == _MLP:
-        return (_mlp(fields, sizes),)
-    return _read_experts(fields, sizes)
+        return (_nemotron_mlp(fields, sizes),)
+    return _read_nemotron_experts(fields, sizes)
 
 
-def _attention(sizes: ModelSizes) -> AttentionSpec:
+def _nemotron_attention(sizes: ModelSizes) -> AttentionSpec:
     usual = family.attention(sizes, None)
     qkv, o = (_within(each) for each in usual.linears)
     return replace(usual, qkv=qkv, o=o)
 
 
-def _within(linear: LinearSpec, path: str = _PATH) -> LinearSpec:
+def _within(linear: LinearSpec, path: str = _MIXER) -> LinearSpec:
     paths = (f"{path}.{part.path.rpartition('.')[2]}" for part in linear.parts)
     return family.with_paths(linear, *paths)
 
 
-def _mlp(fields: Fields, sizes: ModelSizes, path: str = _PATH) -> MlpSpec:
+def _nemotron_mlp(fields: Fields, sizes: ModelSizes, path: str = _MIXER) -> MlpSpec:
     biases = family.Biases(mlp=bool(fields.config.get("mlp_bias", False)))
     usual = family.plain_mlp(sizes, biases)
     return replace(usual, gate_up=_within(usual.gate_up, path), down=_within(usual.down, path))
@@ -381,10 +380,10 @@ def _read_nemotron_mamba(fields: Fields, sizes: ModelSizes) -> Mamba2Spec:
         (bias, bias, bool(config.get("use_conv_bias", True))),
         (fields.number(config, "time_step_min", 0.001), float("inf")),
     )
-    return mixer(fields, sizes, _checked(fields, found), _PATH)
+    return mixer(fields, sizes, _checked(fields, found), _MIXER)
 
 
-def _read_experts(fields: Fields, sizes: ModelSizes) -> tuple[MoeSpec, MlpSpec]:
+def _read_nemotron_experts(fields: Fields, sizes: ModelSizes) -> tuple[MoeSpec, MlpSpec]:
     """Read experts without gate, and the MLP that every token has beside them."""
     config = fields.config
     fields.only("mlp_hidden_act", "relu2")
@@ -393,16 +392,18 @@ def _read_experts(fields: Fields, sizes: ModelSizes) -> tuple[MoeSpec, MlpSpec]:
     counts = experts.read_counts(counted, default=8, default_of_token=2)
     size = fields.positive("moe_intermediate_size", 7688)
     latent = fields.positive("moe_latent_size", sizes.hidden)
-    moe = experts.moe(latent, size, counts, _NAMES, "sigmoid_top_k_normed")
+    moe = experts.moe(latent, size, counts, _NEMOTRON_NAMES, "sigmoid_top_k_normed")
     moe = replace(moe, router=replace(moe.router, in_features=sizes.hidden))
     if config.get("moe_latent_size") is not None:
-        moe = replace(moe, latent=_latent(fields, sizes, latent))
-    moe = experts.read_scored(fields, moe, f"{_NAMES.router}.e_score_correction_bias")
+        moe = replace(moe, latent=_nemotron_latent(fields, sizes, latent))
+    moe = experts.read_scored(fields, moe, f"{_NEMOTRON_NAMES.router}.e_score_correction_bias")
     up = replace(
-        moe.gate_up, parts=moe.gate_up.parts[1:], stored=ExpertStorage(f"{_NAMES.stacked}.up_proj")
+        moe.gate_up,
+        parts=moe.gate_up.parts[1:],
+        stored=ExpertStorage(f"{_NEMOTRON_NAMES.stacked}.up_proj"),
     )
     wide = sizes._replace(inner=fields.positive("moe_shared_expert_intermediate_size", 7688))
-    of_all = _mlp(fields, wide, f"{_PATH}.shared_experts")
+    of_all = _nemotron_mlp(fields, wide, f"{_MIXER}.shared_experts")
     shared = replace(
         of_all,
         gate_up=replace(of_all.gate_up, role="shared_gate_up"),
@@ -411,12 +412,12 @@ def _read_experts(fields: Fields, sizes: ModelSizes) -> tuple[MoeSpec, MlpSpec]:
     return replace(moe, gate_up=up, activation="relu2"), shared
 
 
-def _latent(fields: Fields, sizes: ModelSizes, size: int) -> tuple[LinearSpec, LinearSpec]:
+def _nemotron_latent(fields: Fields, sizes: ModelSizes, size: int) -> tuple[LinearSpec, LinearSpec]:
     """Products before and behind experts of so many features."""
     bias = bool(fields.config.get("mlp_bias", False))
     into, out = (
-        Part(f"{_PATH}.fc1_latent_proj", size),
-        Part(f"{_PATH}.fc2_latent_proj", sizes.hidden),
+        Part(f"{_MIXER}.fc1_latent_proj", size),
+        Part(f"{_MIXER}.fc2_latent_proj", sizes.hidden),
     )
     return (
         LinearSpec("latent_in", sizes.hidden, (into,), "none", bias),

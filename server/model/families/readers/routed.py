@@ -1,5 +1,5 @@
-"""Known attention with experts of every router: Qwen 1.5 to 3, Mixtral, GLM 4.5, dots 1, MiniMax
-M2, ERNIE 4.5, EXAONE, Hunyuan, gpt-oss and OLMo with experts. Pure.
+"""Known attention with experts of every router: Mixtral, Qwen 1.5 to 3, the first DeepSeek, GLM
+4.5, dots 1, MiniMax M2, ERNIE 4.5, EXAONE, AFMoE, Phi 3.5, Hunyuan, OLMo and gpt-oss. Pure.
 """
 
 from collections.abc import Mapping
@@ -27,13 +27,13 @@ from loraplex.server.model.spec.model_spec import (
 )
 from loraplex.server.model.spec.moe_spec import SWIGLU_ALPHA, SWIGLU_LIMIT, MoeSpec, RouterRule
 
-NAMES = experts.ExpertNames("mlp.gate", "mlp.experts.{}", "gate_proj", "up_proj", "down_proj")
+_NAMES = experts.ExpertNames("mlp.gate", "mlp.experts.{}", "gate_proj", "up_proj", "down_proj")
 _MIXTRAL = experts.ExpertNames(
     "block_sparse_moe.gate", "block_sparse_moe.experts.{}", gate="w1", up="w3", down="w2"
 )
 _PHIMOE = _MIXTRAL._replace(other_router="mlp.router")
-_AFMOE = NAMES._replace(router="mlp.router.gate")
-_GPT_OSS = NAMES._replace(router="mlp.router")
+_AFMOE = _NAMES._replace(router="mlp.router.gate")
+_GPT_OSS = _NAMES._replace(router="mlp.router")
 # What AFMoE's configuration can say, and its code does not read.
 _AFMOE_FIXED: dict[str, Any] = {
     "score_func": "sigmoid",
@@ -110,7 +110,7 @@ def _flips(linear: LinearSpec) -> LinearSpec:
 
 def read_qwen2_moe(fields: Fields) -> ModelSpec:
     """Qwen 1.5 and 2 with experts: a gate weighs the shared one."""
-    sizes = read_sizes(fields, kv_heads=16)
+    sizes = _read_sizes(fields, kv_heads=16)
     before = fields.count("max_window_layers", 28)
     window = windowed.asked_window(fields)
     windows = family.read_windows(
@@ -128,7 +128,7 @@ def read_deepseek(fields: Fields) -> ModelSpec:
     """Read the first DeepSeek with experts, whose code lies on the Hub."""
     for key, usual in (("scoring_func", "softmax"), ("moe_layer_freq", 1)):
         fields.only(key, usual)
-    sizes = read_sizes(fields)
+    sizes = _read_sizes(fields)
     counted = fields.changed(num_experts=fields.positive("n_routed_experts"))
     size = fields.positive("moe_intermediate_size", 1407)
     branches: tuple[FeedForward, ...] = (read_softmax(counted, sizes, (1, 1), size),)
@@ -142,7 +142,7 @@ def read_deepseek(fields: Fields) -> ModelSpec:
 def read_glm4_moe(fields: Fields) -> ModelSpec:
     """GLM 4.5 and 4.6."""
     config = fields.config
-    sizes = read_sizes(fields, kv_heads=8, epsilon=1e-5)
+    sizes = _read_sizes(fields, kv_heads=8, epsilon=1e-5)
     biases = Biases(qkv=bool(config.get("attention_bias", False)))
     norms = bool(config.get("use_qk_norm", False))
     rules = RopeRules(partial=0.5)
@@ -153,7 +153,7 @@ def read_glm4_moe(fields: Fields) -> ModelSpec:
 
 def read_dots1(fields: Fields) -> ModelSpec:
     """Read dots 1's configuration. The last layers may have windows."""
-    sizes = read_sizes(fields, kv_heads=32)
+    sizes = _read_sizes(fields, kv_heads=32)
     first = fields.count("max_window_layers", 62)
     window = fields.config.get("sliding_window", 4096)
     windows = family.read_windows(fields, sizes, window, lambda layer: layer >= first)
@@ -170,7 +170,7 @@ def read_minimax_m2(fields: Fields) -> ModelSpec:
     config = fields.config
     for key, usual in _MINIMAX_FIXED.items():
         fields.only(key, usual)
-    sizes = read_sizes(fields, kv_heads=8, head_dim=128)
+    sizes = _read_sizes(fields, kv_heads=8, head_dim=128)
     if config.get("rotary_dim") is not None:
         part = fields.positive("rotary_dim") / sizes.head_dim
         fields = fields.changed(partial_rotary_factor=config.get("partial_rotary_factor", part))
@@ -187,7 +187,7 @@ def read_minimax_m2(fields: Fields) -> ModelSpec:
 def read_ernie_moe(fields: Fields) -> ModelSpec:
     """ERNIE 4.5 with experts: softmax, corrected where experts are chosen."""
     config = fields.config
-    sizes = read_sizes(fields, kv_heads=4, epsilon=1e-5)
+    sizes = _read_sizes(fields, kv_heads=4, epsilon=1e-5)
     bias = bool(config.get("use_bias", False))
     counted = fields.changed(
         num_experts=config.get("moe_num_experts", config.get("num_experts")),
@@ -196,7 +196,7 @@ def read_ernie_moe(fields: Fields) -> ModelSpec:
     size = fields.positive("moe_intermediate_size", 1536)
     counts = experts.read_counts(counted, default=64, default_of_token=6)
     moe = replace(
-        experts.moe(sizes.hidden, size, counts, NAMES, "softmax_top_k_normed"),
+        experts.moe(sizes.hidden, size, counts, _NAMES, "softmax_top_k_normed"),
         wide_router=True,
         correction=(f"mlp.moe_statics.{_CORRECTION}", (1, counts[0])),
         norm_floor=fields.number(config, "moe_norm_min", 1e-12),
@@ -226,7 +226,7 @@ def _ernie_layers(fields: Fields, sizes: ModelSizes) -> frozenset[int]:
 
 def read_exaone_moe(fields: Fields) -> ModelSpec:
     """EXAONE with experts. Layers without a window have no rotation where others have one."""
-    sizes = read_sizes(fields, kv_heads=32, epsilon=1e-5)
+    sizes = _read_sizes(fields, kv_heads=32, epsilon=1e-5)
     layers, max_context = windowed.read_exaone_layers(fields, sizes, family.llama_norms(sizes))
     moe, shared = read_scored(
         fields, sizes, "num_experts", "num_shared_experts", factor=2.5, usual=(64, 1)
@@ -255,7 +255,7 @@ def read_afmoe(fields: Fields) -> ModelSpec:
     config = fields.config
     for key, usual in _AFMOE_FIXED.items():
         fields.only(key, usual)
-    sizes = read_sizes(fields, head_dim=128, epsilon=1e-5)
+    sizes = _read_sizes(fields, head_dim=128, epsilon=1e-5)
     rope, max_context = read_rope(fields, sizes)
     every = fields.positive("global_attn_every_n_layers", 4)
     window = fields.positive("sliding_window", 1024)
@@ -308,7 +308,7 @@ def read_phimoe(fields: Fields) -> ModelSpec:
     config = fields.config
     fields.only("num_experts_per_tok", 2)
     fields = _with_one_scale(fields)
-    sizes = read_sizes(fields, epsilon=1e-5)
+    sizes = _read_sizes(fields, epsilon=1e-5)
     counts = experts.read_counts(fields, default=16, default_of_token=2)
     moe = experts.moe(sizes.hidden, sizes.inner, counts, _PHIMOE, "sparse_mixer")
     moe = replace(moe, margin=2 * fields.number(config, "router_jitter_noise", 0.01))
@@ -361,7 +361,7 @@ def read_hunyuan_moe(fields: Fields) -> ModelSpec:
         ),
     )
     counts = experts.read_counts(counted, default=1, default_of_token=1)
-    names = NAMES._replace(router="mlp.gate.wg")
+    names = _NAMES._replace(router="mlp.gate.wg")
     moe = experts.moe(sizes.hidden, sizes.inner, counts, names, "softmax_top_k_normed")
     moe = replace(moe, wide_router=True)
     branches = moe, experts.shared(sizes, sizes.inner, "mlp.shared_mlp")
@@ -378,13 +378,13 @@ def _of_every_layer(value: object) -> object:
 def read_olmoe(fields: Fields) -> ModelSpec:
     """OLMoE: norms of q and k over all heads."""
     fields.only("clip_qkv", None)
-    sizes = read_sizes(fields, epsilon=1e-5)
+    sizes = _read_sizes(fields, epsilon=1e-5)
     return _olmo(fields, sizes, (64, 8), LLAMA, eos=50279)
 
 
 def read_flex_olmo(fields: Fields) -> ModelSpec:
     """FlexOlmo: as OLMoE, with norms behind attention and experts alone."""
-    sizes = read_sizes(fields)
+    sizes = _read_sizes(fields)
     model = _olmo(fields, sizes, (7, 5), RopeRules(theta=5e5), eos=100257)
     return family.with_norms(model, family.norms_behind(sizes))
 
@@ -445,7 +445,7 @@ def _with_bias(linear: LinearSpec, form: ExpertForm, *, interleaved: bool) -> Li
     return replace(linear, bias=True, stored=storage)
 
 
-def read_sizes(fields: Fields, **usual: Any) -> ModelSizes:
+def _read_sizes(fields: Fields, **usual: Any) -> ModelSizes:
     experts.refuse_other_activation(fields)
     return family.read_sizes(fields, **usual)
 
@@ -455,7 +455,7 @@ def read_softmax(fields: Fields, sizes: ModelSizes, usual: tuple[int, int], size
     counts = experts.read_counts(fields, default=usual[0], default_of_token=usual[1])
     normed = bool(fields.config.get("norm_topk_prob", False))
     rule: RouterRule = "softmax_top_k_normed" if normed else "softmax_top_k"
-    return experts.moe(sizes.hidden, size, counts, NAMES, rule)
+    return experts.moe(sizes.hidden, size, counts, _NAMES, rule)
 
 
 def read_scored(
@@ -480,7 +480,7 @@ def read_scored(
     most = 8 if usual[0] is not None else fields.positive("num_experts_per_tok")
     counts = experts.read_counts(counted, default=1, default_of_token=most)
     size = fields.positive("moe_intermediate_size", 1024 if routed == "num_experts" else 1408)
-    moe = experts.moe(sizes.hidden, size, counts, NAMES, "sigmoid_top_k_normed")
+    moe = experts.moe(sizes.hidden, size, counts, _NAMES, "sigmoid_top_k_normed")
     path = f"mlp.gate.{_CORRECTION}"
     moe = experts.read_scored(fields, moe, path, factor=factor, normed=normed)
     return moe, experts.shared(sizes, size * fields.positive(shared, usual[1]))

@@ -1,5 +1,6 @@
-"""Llama's layers where some have windows, other rotations or none: Qwen 2 and 3, Mistral, Phi 3,
-SmolLM 3, EXAONE 4 and OLMo. Pure."""
+"""Llama's layers where some have windows, other rotations or none: Qwen 2 and 3, Mistral,
+Ministral, CWM, Phi 3 and 4, SmolLM 3, EXAONE 4 and OLMo. Pure.
+"""
 
 from collections.abc import Sequence
 
@@ -27,7 +28,7 @@ from loraplex.server.model.spec.model_spec import (
 )
 
 # Of most families here: tokens of a window, where `config.json` says nothing.
-WINDOW = 4096
+_WINDOW = 4096
 _BETA = "llama_4_scaling_beta"
 _CWM = {
     "rope_type": "llama3",
@@ -85,13 +86,13 @@ def _last_windows(fields: Fields, sizes: ModelSizes) -> tuple[int | None, ...]:
 def asked_window(fields: Fields) -> object:
     """The window that `use_sliding_window` asks for; None = none."""
     asked = fields.config.get("use_sliding_window", False)
-    return fields.config.get("sliding_window", WINDOW) if asked else None
+    return fields.config.get("sliding_window", _WINDOW) if asked else None
 
 
 def read_mistral(fields: Fields) -> ModelSpec:
     """Mistral, and Ministral with windows in some layers."""
     sizes = family.read_sizes(fields, kv_heads=8)
-    windows = family.read_windows(fields, sizes, fields.config.get("sliding_window", WINDOW))
+    windows = family.read_windows(fields, sizes, fields.config.get("sliding_window", _WINDOW))
     return llama.assembled(fields, sizes, windows=windows)
 
 
@@ -184,7 +185,7 @@ def read_exaone_layers(
     """
     config = fields.config
     rope, max_context = read_rope(fields, sizes)
-    window, pattern = config.get("sliding_window", WINDOW), 1
+    window, pattern = config.get("sliding_window", _WINDOW), 1
     if window is not None and config.get("layer_types") is None:
         pattern = fields.positive("sliding_window_pattern", 4)
     windows = family.read_windows(fields, sizes, window, lambda layer: (layer + 1) % pattern != 0)
@@ -225,7 +226,7 @@ def read_olmo3(fields: Fields) -> ModelSpec:
     def has_window(layer: int) -> bool:
         return (layer + 1) % 4 > 0
 
-    window = fields.config.get("sliding_window", WINDOW)
+    window = fields.config.get("sliding_window", _WINDOW)
     windows = family.read_windows(fields, sizes, window, has_window)
     full, windowed = read_tables(fields, _OLMO3.theta, _OLMO3.theta)
     if not fields.table(fields.config, "rope_parameters"):

@@ -14,7 +14,6 @@ import triton.language as tl
 from loraplex.server.kernels.attention.prompt_attention import TileShape
 from loraplex.server.kernels.attention.scores import NO_SCORE
 
-TILE_COLUMNS = 6
 # Queries and keys of a tile, warps and stages, for narrow heads and for wide ones: first for
 # multiprocessors with 227 KB of shared memory, then for 99 KB.
 _LARGE = ((128, 64, 8, 3), (128, 32, 8, 3))

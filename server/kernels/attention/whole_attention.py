@@ -12,7 +12,6 @@ import triton.language as tl
 
 from loraplex.server.kernels.attention.scores import LOG2_E, NO_SCORE, ScoreRule, capped
 
-TILE_COLUMNS = 3
 TILE_TOKENS = 64
 # Head sizes, padded, whose keys and values leave room for stages.
 _NARROW = 128

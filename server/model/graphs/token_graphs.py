@@ -196,7 +196,7 @@ class TokenGraphs:
         is_bounded = self._attention is not None and not self._ops.is_batch_invariant
         if is_bounded and len(prompts) > MAX_PROMPTS:
             return False
-        if prompts and self._ops.leaves_graphs(*np.array(prompts).T):
+        if self._ops.unfolder.leaves_graphs(prompts):
             return False
         slots = np.array([piece.adapter_slot for piece in plan.slices])
         return (self.sizes[0], self._ops.table.reach(slots)) in self._captured

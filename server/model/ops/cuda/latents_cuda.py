@@ -190,9 +190,12 @@ class Unfolder:
             self._shape = unfolded_tiles(self._spec.nope, self._spec.value_dim, capability)
             self._outer = score_rule(self._spec, cache.pool.device).outer
 
-    def leaves_graphs(self, starts: np.ndarray, num_new: np.ndarray) -> bool:
-        """Say whether a step with such prompts is faster outside graphs, as of `unfolding.py`."""
-        return self._spec is not None and leaves_graphs(self._spec, starts, num_new)
+    def leaves_graphs(self, prompts: Sequence[tuple[int, int]]) -> bool:
+        """Say whether a step is faster outside graphs, as of `unfolding.py`. prompts: of each the
+        first token that is computed, and how many are."""
+        if self._spec is None or not prompts:
+            return False
+        return leaves_graphs(self._spec, *np.array(prompts).T)
 
     def plan(self, layout: StepLayout) -> Unfolding | None:
         """Plan a step outside graphs. None where no prompt's keys are unfolded."""

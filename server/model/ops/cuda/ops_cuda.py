@@ -144,7 +144,7 @@ class CudaOps:
         if self.is_batch_invariant:
             consumers = consumers.of_one_way()
         self.lora_batches = LoraBatches(*context, consumers)
-        self._unfolder = Unfolder(model, cache, self.lora_batches, max_tokens)
+        self.unfolder = Unfolder(model, cache, self.lora_batches, max_tokens)
         self._lora_linear = LoraLinear(
             self._configs, table.device_table, self.products, self.device
         )
@@ -163,14 +163,10 @@ class CudaOps:
         states = states_cuda.NO_STATES
         if self.states:
             states = states_cuda.plan_states(layout, *size)
-        unfolding = self._unfolder.plan(layout)
+        unfolding = self.unfolder.plan(layout)
         return CudaPlan(
             positions, slots, attention, turns=turns, states=states, unfolding=unfolding
         )
-
-    def leaves_graphs(self, starts: np.ndarray, num_new: np.ndarray) -> bool:
-        """Say whether a step with such prompts is faster outside graphs, as of `Unfolder`."""
-        return self._unfolder.leaves_graphs(starts, num_new)
 
     def kv_slots(self, layout: StepLayout) -> torch.Tensor:
         """Compute places in the cache, int64 `[groups, tokens]`: page * page_size + offset of each
@@ -423,7 +419,7 @@ class CudaOps:
             def product(latents: torch.Tensor, of: DeviceLora | None) -> torch.Tensor:
                 return self.complete(self.linear(latents, weights.kv_b, of, site))
 
-            self._unfolder.attend(unfolding, layer, both, product, lora, out[prompts])
+            self.unfolder.attend(unfolding, layer, both, product, lora, out[prompts])
         return room
 
     def attend_distances(

@@ -24,6 +24,9 @@ class SharedTasks(Generic[_Key, _Result]):
         return key in self._tasks
 
     async def run(self, key: _Key, work: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:
+        """Waits for a key's task, which begins with `work` where there is none. Raises what that
+        raises.
+        """
         task = self._tasks.get(key)
         if task is None:
             task = self._tasks[key] = asyncio.create_task(work())

@@ -90,8 +90,8 @@ Reader = Callable[[Fields], ModelSpec]
 class Family(NamedTuple):
     """Family of models, and how its configuration is read. architecture: the class that
     `config.json` names. read: makes a ModelSpec of `config.json`; what is malformed or unsupported
-    it refuses (`Fields.refuse`). quantised: the `quant_method`
-    of weights that are read. others: further classes that `config.json` may name.
+    it refuses (`Fields.refuse`). quantised: the `quant_method` of weights that are read. others:
+    further classes that `config.json` may name.
     """
 
     architecture: str

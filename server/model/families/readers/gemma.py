@@ -38,17 +38,17 @@ _ACTIVATION = "gelu_pytorch_tanh"
 _HEAD_DIM = 256
 _EOS = 1
 _WINDOW = 4096
-_SCALAR = 256
+_QUERY_SCALAR = 256
 _FULL_THETA, _WINDOWED_THETA = 1e6, 1e4
 
-_PATTERN = 6
+_GEMMA4_PATTERN = 6
 _LAYER_SCALAR = "layer_scalar"
 _WIDE_HEAD = 512
-_ROPES: dict[str, dict[str, Any]] = {
+_GEMMA4_ROPES: dict[str, dict[str, Any]] = {
     family.WINDOWED: {"rope_type": "default", "rope_theta": 1e4},
     family.FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
 }
-_EXPERTS = experts.ExpertNames(
+_GEMMA4_EXPERTS = experts.ExpertNames(
     router="router.proj",
     of="experts.{}",
     gate="gate_proj",
@@ -94,7 +94,7 @@ def read_gemma2(fields: Fields) -> ModelSpec:
     config = fields.config
     sizes = _read_sizes(fields, kv_heads=4)
     rope, max_context = read_rope(fields, sizes)
-    scale = fields.number(config, "query_pre_attn_scalar", _SCALAR) ** -0.5
+    scale = fields.number(config, "query_pre_attn_scalar", _QUERY_SCALAR) ** -0.5
     softcap = _read_softcap(fields, "attn_logit_softcapping", 50.0)
     window, biases = config.get("sliding_window", _WINDOW), family.attention_biases(fields)
     windows = family.read_windows(fields, sizes, window, lambda layer: layer % 2 == 0)
@@ -129,7 +129,7 @@ def read_gemma3(fields: Fields) -> ModelSpec:
     tables = read_tables(fields, config.get("rope_theta", _FULL_THETA), local_theta)
     full, windowed = (read_table(fields, table, sizes)[0] for table in tables)
     ropes = [windowed if has else full for has in family.read_windowed(fields, sizes, has_window)]
-    scale = fields.number(config, "query_pre_attn_scalar", _SCALAR) ** -0.5
+    scale = fields.number(config, "query_pre_attn_scalar", _QUERY_SCALAR) ** -0.5
     biases = family.attention_biases(fields)
     attentions = [
         replace(
@@ -219,16 +219,16 @@ def _read_gemma4(fields: Fields, window: int) -> ModelSpec:
     if config.get("use_bidirectional_attention") == "vision":  # only pictures see both ways
         fields = fields.changed(use_bidirectional_attention=None)
     sizes = family.read_sizes(fields, kv_heads=4, head_dim=256, activation=None)
-    kinds = family.read_windowed(fields, sizes, lambda layer: (layer + 1) % _PATTERN > 0)
+    kinds = family.read_windowed(fields, sizes, lambda layer: (layer + 1) % _GEMMA4_PATTERN > 0)
     windows = family.read_windows(
         fields, sizes, config.get("sliding_window", window), lambda layer: kinds[layer]
     )
     # transformers lets the last layer see all tokens, whatever its kind.
     windowed = [*kinds[:-1], False]
     full = _wide_sizes(fields, sizes, windowed)
-    narrow_rope, wide_rope = _ropes(fields, sizes, full)
-    narrow = [_attention(fields, sizes, narrow_rope, each) for each in windows]
-    wide = _wide(_attention(fields, full, wide_rope, None), fields, full != sizes)
+    narrow_rope, wide_rope = _gemma4_ropes(fields, sizes, full)
+    narrow = [_gemma4_attention(fields, sizes, narrow_rope, each) for each in windows]
+    wide = _wide(_gemma4_attention(fields, full, wide_rope, None), fields, full != sizes)
     attentions = [of if has else wide for of, has in zip(narrow, windowed, strict=True)]
     sources = _read_sources(fields, windowed)
     attentions = [
@@ -285,18 +285,18 @@ def _wide_sizes(
     )
 
 
-def _ropes(
+def _gemma4_ropes(
     fields: Fields, sizes: family.ModelSizes, full: family.ModelSizes
 ) -> tuple[RopeSpec, RopeSpec]:
     """Rotations of layers with a window, and of those without."""
     if fields.config.get("rope_parameters") is None:
-        fields = fields.changed(rope_parameters=_ROPES)
+        fields = fields.changed(rope_parameters=_GEMMA4_ROPES)
     wide, narrow = read_tables(fields, 1e6, 1e4)
     rules = RopeRules(kinds=WITH_PROPORTIONAL)
     return read_table(fields, narrow, sizes, rules)[0], read_table(fields, wide, full, rules)[0]
 
 
-def _attention(
+def _gemma4_attention(
     fields: Fields, sizes: family.ModelSizes, rope: RopeSpec, window: int | None
 ) -> AttentionSpec:
     biases = family.attention_biases(fields)
@@ -419,7 +419,7 @@ def _read_experts(fields: Fields, sizes: family.ModelSizes) -> MoeSpec:
     )
     if top_k > count:
         fields.refuse(f"top_k_experts is {top_k}, but there are {count} experts")
-    moe = experts.moe(sizes.hidden, size, (count, top_k), _EXPERTS, "softmax_top_k_normed")
+    moe = experts.moe(sizes.hidden, size, (count, top_k), _GEMMA4_EXPERTS, "softmax_top_k_normed")
     root = sizes.hidden**-0.5
     norm = NormSpec("router", sizes.hidden, sizes.epsilon, factor=root, name="scale")
     return replace(

@@ -1,4 +1,6 @@
-"""Encoders of pictures by CLIP, SigLIP, InternVL and Pixtral, and parts that all share. Pure."""
+"""Encoders of CLIP, SigLIP, InternVL and Pixtral, which several larger models have, and parts that
+all encoders of pictures share. Pure.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -24,9 +26,9 @@ ReadPictures = Callable[[Mapping[str, Any], ModelSpec, Fields], PictureSpec | No
 BIASES = family.Biases(qkv=True, o=True, mlp=True)
 # Of a picture, where `config.json` has no number.
 COLOURS = 3
-THETA = 10_000.0
+_THETA = 10_000.0
 # Types of rotation; transformers reads the latter as the former.
-AXIAL = ("axial", "default")
+_AXIAL = ("axial", "default")
 
 CLIP = "clip_vision_model"
 _CLIP_USUAL: dict[str, Any] = {
@@ -163,10 +165,10 @@ def turned_sizes(
     return family.ModelSizes(1, hidden, *shape, 1, epsilon, is_sound=True, activation=activation)
 
 
-def axial_rope(fields: Fields, theta: float = THETA) -> RopeSpec:
+def axial_rope(fields: Fields, theta: float = _THETA) -> RopeSpec:
     """Read how heads turn by height and width. theta: where `config.json` says nothing."""
     table = fields.config.get("rope_parameters") or {}
-    if not isinstance(table, Mapping) or table.get("rope_type", "axial") not in AXIAL:
+    if not isinstance(table, Mapping) or table.get("rope_type", "axial") not in _AXIAL:
         fields.refuse(f"rope_parameters must be axial, got {table!r}")
         table = {}
     return RopeSpec("default", fields.number(table, "rope_theta", theta))
@@ -320,7 +322,7 @@ def _pixtral_rope(fields: Fields) -> RopeSpec:
     key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     table = fields.table(config, key)
     kind = table.get("rope_type", table.get("type", "axial"))
-    if kind not in AXIAL:
+    if kind not in _AXIAL:
         fields.refuse(f"{key}: rope_type must be axial, got {kind!r}")
-    theta = fields.number({**config, **table}, "rope_theta", THETA)
+    theta = fields.number({**config, **table}, "rope_theta", _THETA)
     return RopeSpec("default", theta)

@@ -30,12 +30,8 @@ def sharded(model: ModelSpec, count: int, index: int = 0) -> ModelSpec:
         return model
     head = model.head
     return replace(
-        model,
+        model.mapped(lambda branch: _branch(branch, Shard(index, count))),
         embedding=_embedding(model.embedding, count),
-        layers=tuple(
-            layer.mapped(lambda branch: _branch(branch, Shard(index, count)))
-            for layer in model.layers
-        ),
         head=replace(head, linear=_linear(head.linear, count)),
     )
 

@@ -60,8 +60,7 @@ def with_pictures(config: Mapping[str, Any], text: ModelSpec, fields: Fields) ->
         joins = pictures.joins == "all" or branch.window is not None
         return replace(branch, joins_pictures=joins)
 
-    layers = tuple(layer.mapped(joining) for layer in text.layers)
-    return replace(text, pictures=pictures, layers=layers)
+    return replace(text.mapped(joining), pictures=pictures)
 
 
 def _read_pictures(

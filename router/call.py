@@ -106,7 +106,7 @@ class Secret(str):
 
 
 class AdapterChoice(msgspec.Struct, frozen=True):
-    """Which adapter the caller named, in the caller's words, and with which credential.
+    """The adapter that a caller named, in the caller's words, and the credential for it.
 
     tenant: the caller's, whose own names come first. scale: multiplies what the adapter adds. base:
     the name of the base that the caller named with it; "" = none, the adapter's own.

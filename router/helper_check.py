@@ -1,4 +1,4 @@
-"""Which helpers of a router cannot be started on this machine."""
+"""The check that this machine can start a router's helpers."""
 
 from prometheus_client import Gauge
 

@@ -91,7 +91,7 @@ _REQUIRED = ("start_time",)
 
 
 class Access(msgspec.Struct, frozen=True):
-    """Which keys a router asks for: operators, and callers."""
+    """The keys that a router asks for: operators' and callers'."""
 
     operators: bool = True
     callers: bool = True

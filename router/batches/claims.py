@@ -1,4 +1,4 @@
-"""Which router runs a batch: a lease in what routers share, and a lock in the folder.
+"""Claims of the router that runs a batch: a lease in what routers share, a lock in the folder.
 
 The lease decides between machines, the lock between processes that share no store.
 """

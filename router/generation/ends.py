@@ -1,4 +1,4 @@
-"""Which tokens end an answer: those of the base, and those of the adapter that speaks.
+"""The tokens that end an answer: those of the base, and those of the adapter that speaks.
 
 What a template of an adapter closes a turn with is looked for once, and kept by its content.
 """

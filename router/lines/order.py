@@ -22,7 +22,7 @@ def send_order(groups: Sequence[int], answered: Sequence[int]) -> npt.NDArray[np
 
 
 class AdapterWindow:
-    """Which adapters have lines in flight: at most so many at once, so that they stay loaded."""
+    """The adapters that have lines in flight: at most so many at once, so that they stay loaded."""
 
     def __init__(self, most: int) -> None:
         self._most = most

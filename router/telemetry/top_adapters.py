@@ -1,4 +1,4 @@
-"""Which adapters have metrics of their own: those with the most tokens; the rest share one. Pure.
+"""The adapters that have own metrics: those with the most tokens; the rest share one. Pure.
 
 Only registered names are counted by name, so no caller can make a series. Each series only rises
 while it is there, and what the rest share rises by exactly what no series of its own got.

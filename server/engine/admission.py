@@ -1,4 +1,4 @@
-"""Which requests the engine refuses, so that no decoded value can harm a step. Pure."""
+"""The engine's check of requests, so that no decoded value can harm a step. Pure."""
 
 import math
 from typing import NamedTuple

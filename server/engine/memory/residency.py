@@ -1,4 +1,4 @@
-"""Which adapters an arena of fixed-size extents holds, their leases and evictions. Pure.
+"""The adapters that an arena of fixed-size extents holds, their leases and evictions. Pure.
 
 Used for the device arena (by the scheduler) and for the host arena (by the worker). It moves
 no bytes and knows no clock: recency is the order of calls. What is worth keeping is `eviction`'s.

@@ -1,4 +1,4 @@
-"""Which sequences have drafts, and how long these are. Pure.
+"""The choice of sequences that have drafts, and of the drafts' lengths. Pure.
 
 A draft begins behind the last token that is known, so its sequence waits for each result. Other
 sequences have a step in flight while the next is planned.

@@ -1,4 +1,4 @@
-"""Which constrained sequences a step takes, so that it waits little for their masks. Pure.
+"""The constrained sequences that a step takes, so that it waits little for their masks. Pure.
 
 A step fills cheap masks itself. The others are filled aside: a step takes such a sequence once its
 mask is there.

@@ -1,4 +1,4 @@
-"""Which tokens of which sequences each step computes, and what follows from results. Pure.
+"""The scheduler: the tokens that each step computes, and what follows from results. Pure.
 
 There is no prefill or decode phase. The computed count of every sequence catches up with its token
 count, under one token budget a step. A plan may be made while earlier steps are in flight.

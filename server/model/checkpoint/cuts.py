@@ -1,4 +1,4 @@
-"""Which rows and columns of a stored matrix one of several devices has."""
+"""The rows and columns of a stored matrix that one of several devices has."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Which matrices of a checkpoint are quantised, and the tensors that each then has. No torch.
+"""The quantised matrices of a checkpoint, and the tensors that each then has. No torch.
 
 The tensors decide: what `ignore` and `modules_to_not_convert` leave out is there in floating point.
 """

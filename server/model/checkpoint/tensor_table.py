@@ -1,4 +1,4 @@
-"""Which tensors a checkpoint must hold, which it may, and whether it does. No torch."""
+"""The tensors that a checkpoint must hold and may hold, and the check of them. No torch."""
 
 import re
 from collections import Counter

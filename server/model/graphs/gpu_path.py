@@ -1,4 +1,4 @@
-"""Which ops serve a model on a device; on a GPU, everything compiled, warm and captured."""
+"""The ops that serve a model on a device; on a GPU, everything compiled, warm and captured."""
 
 import importlib.util
 import logging

@@ -1,4 +1,4 @@
-"""Which models the GPU's kernels compute, and why others are left to the reference operations.
+"""The models that the GPU's kernels compute, and why others are left to the reference operations.
 Pure."""
 
 from loraplex.server.model.spec.latent_spec import LatentSpec

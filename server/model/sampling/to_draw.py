@@ -1,4 +1,4 @@
-"""Which rows draw a token, and from what."""
+"""The rows that draw a token, and their distributions."""
 
 from dataclasses import dataclass, replace
 

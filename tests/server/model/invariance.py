@@ -10,6 +10,7 @@ from peft import LoraConfig
 from loraplex.server.protocol import SamplingParams, TokenLogprob
 from tests.server.model.adapter_zoo import with_zoo
 from tests.server.model.driver import EVERY_LOGPROB, Driver, Stream, step
+from tests.server.model.families.variants import VARIANTS
 from tests.server.model.hub_models import VOCAB, make_model, save_model
 from tests.server.model.slabs import pack
 
@@ -90,7 +91,10 @@ def invariant_driver(
 ) -> tuple[Driver, dict[str | None, int]]:
     """A driver of a model with `--batch-invariant`, and the slot of each adapter, and of the
     base. options: of `engine_config`."""
-    model = make_model(name, **SIZES)
+    sizes = dict(SIZES)
+    if "qk_rope_head_dim" in VARIANTS[name].settings:
+        del sizes["head_dim"]  # heads of latents have sizes of their own
+    model = make_model(name, **sizes)
     save_model(model, folder)
     driver = Driver(folder, batch_invariant=True, **options)
     oracle = with_zoo(model, configs)

@@ -63,7 +63,8 @@ def check_tables(
     def refuse(key: str, words: str) -> None:
         findings.add("unsupported_feature", key, f"{key}: {words}")
 
-    trained = {*rows, HEAD} if base.is_tied and EMBEDDING in rows else rows.keys()
+    has_tied_head = base.is_tied and not base.score_heads
+    trained = {*rows, HEAD} if has_tied_head and EMBEDDING in rows else rows.keys()
     for key, names in (("modules_to_save", whole), ("trainable_token_indices", trained)):
         if names and config.alora_invocation_tokens:
             refuse(key, "not with alora_invocation_tokens, since it acts on all tokens")

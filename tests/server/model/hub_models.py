@@ -1,5 +1,6 @@
 """Tiny random base models and adapters, made and saved by transformers and PEFT: the oracle."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,9 @@ _NOT_MATRICES = ("norm", "ln_", "bias", "router.scale", "per_expert_scale")
 def make_model(name: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """name: of a row of VARIANTS."""
     row = VARIANTS[name]
-    return random_model(row.config, row.model, seed, **{**SIZES, **row.settings, **overrides})
+    # transformers writes into the dictionaries that a config is made of.
+    settings = copy.deepcopy({**SIZES, **row.settings, **overrides})
+    return random_model(row.config, row.model, seed, **settings)
 
 
 def random_model(

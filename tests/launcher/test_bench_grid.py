@@ -136,9 +136,10 @@ def test_rows_write_what_their_grammars_let_through(
 
         monkeypatch.setattr(engine.executor, "constrain", noted)
         engine.run(Load(3, 0, 1, 5, 20, grammars=grammars), keep)
-        assert sum(asked) == 40
+        constrained = sum(asked)
+        assert constrained >= 40, "a draw whose mask is late is asked again"
         engine.run(Load(3, 0, 1, 5, 4))
-        assert sum(asked) == 40
+        assert sum(asked) == constrained
     assert [len(written[key]) for key in range(3)] == [20] * 3
     vocabulary = make_vocabulary(tokenizer_json(600, (2,)), 600, (2,))
     for key, grammar in enumerate(grammars):

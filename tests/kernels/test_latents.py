@@ -137,7 +137,7 @@ def test_prompts_of_unfolded_keys(
     sizes: tuple[int, int, int, int],
     room: int,
 ) -> None:
-    """Of each head nope features and values; parts of a key; keys of a piece."""
+    """Sizes: nope features and values of a head, parts of a key, keys of a piece."""
     torch.manual_seed(2)
     heads, nope, part, value = sizes
     q, turned = (torch.randn(sum(new), heads, n, device=device) for n in (nope + part, nope + part))
@@ -204,7 +204,7 @@ def turned(x: torch.Tensor, rotation: Rotation, positions: torch.Tensor) -> torc
 def test_new_tokens_are_normed_rotated_and_written(
     device: torch.device, turn: str, decodes: bool
 ) -> None:
-    """Of few tokens, as decodes are, queries absorb the product in the same kernel."""
+    """Queries of few tokens, as decodes have, absorb the product in the same kernel."""
     tokens, heads, nope, latent, part = 3, 10, 6, 32, 16
     torch.manual_seed(1)
     rotation = TURNS[turn].rotation(part, 40, device)

@@ -57,7 +57,7 @@ def test_prompts_of_many_steps_push_nothing_out_that_is_not_saved() -> None:
 
 
 def test_prompts_that_come_from_the_disk_push_nothing_out_that_is_not_there() -> None:
-    """What is read takes room in host memory, beside what leaves the device."""
+    """Pages that are read take room in host memory, as those that leave the device do."""
     harness = made(page_size=16, num_pages=200, host_pages=350, disk_pages=2000, max_context=2500)
     for _ in range(2):
         found = [answer(harness, text(kind, 1500)) for kind in range(9)]

@@ -105,7 +105,7 @@ def numbers(linear: Linear) -> list[torch.Tensor]:
 def test_weights_are_those_of_torch(
     form: str, packed: bool, shard: Shard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of quantised matrices, of others, and of a device's part of them."""
+    """Quantised matrices, others, and a device's part of them are equal."""
     save_quantised(make_model("llama3", intermediate_size=128), tmp_path, FORMATS[form])
     model = read_config(tmp_path)
 

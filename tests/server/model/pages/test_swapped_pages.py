@@ -198,7 +198,7 @@ def test_bits_are_the_same(device: str, kept: torch.dtype, after_steps: bool) ->
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_bits_of_snapshots_are_the_same(device: str) -> None:
-    """Of all layers, in both of their forms."""
+    """Random bits fill the snapshots of all layers, in both forms."""
     states = RowStates(MODEL, 2, torch.bfloat16, torch.device(device), snapshots=4)
     of_rows = [state for layer in MODEL.states for state in states.of(layer)]
     for state in of_rows:

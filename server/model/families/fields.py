@@ -74,3 +74,7 @@ class Fields:
             self.refuse(f"{key} must be a positive number, got {value!r}")
             return 1.0
         return float(value)
+
+    def factor(self, key: str) -> float:
+        """A positive factor; 1 where `config.json` has none, or a malformed one."""
+        return self.number(self.config, key, 1.0)

@@ -289,7 +289,9 @@ def _scored(
     for key, usual in (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")):
         fields.only(key, usual)
     attention, max_context = _read_attention(fields, sizes, of)
-    branches: tuple[FeedForward, ...] = routed.read_scored(fields, sizes, _ROUTED, _SHARED)
+    branches: tuple[FeedForward, ...] = routed.read_scored_and_shared(
+        fields, sizes, _ROUTED, _SHARED
+    )
     model = family.model(fields, sizes, family.layer(sizes, attention), max_context, eos=1)
     return experts.with_experts(model, branches, sparse)
 

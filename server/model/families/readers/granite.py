@@ -99,14 +99,10 @@ def _read_shared(fields: Fields, sizes: family.ModelSizes, *, is_alone: bool) ->
     )
 
 
-def _factor(fields: Fields, key: str) -> float:
-    return fields.number(fields.config, key, 1.0)
-
-
 def _scaled(fields: Fields, model: ModelSpec) -> ModelSpec:
     """Return the model with the factors that `config.json` states."""
-    model = llama.with_attention(model, scale=_factor(fields, "attention_multiplier"))
-    residual = _factor(fields, "residual_multiplier")
+    model = llama.with_attention(model, scale=fields.factor("attention_multiplier"))
+    residual = fields.factor("residual_multiplier")
     layers = (
         LayerSpec(tuple(replace(step, factor=residual) for step in layer.steps))
         for layer in model.layers
@@ -114,6 +110,6 @@ def _scaled(fields: Fields, model: ModelSpec) -> ModelSpec:
     return replace(
         model,
         layers=tuple(layers),
-        embedding=replace(model.embedding, scale=_factor(fields, "embedding_multiplier")),
-        head=replace(model.head, scale=1.0 / _factor(fields, "logits_scaling")),
+        embedding=replace(model.embedding, scale=fields.factor("embedding_multiplier")),
+        head=replace(model.head, scale=1.0 / fields.factor("logits_scaling")),
     )

@@ -226,7 +226,7 @@ def read_falcon_h1(fields: Fields) -> ModelSpec:
     rope, max_context = read_rope(fields, sizes)
     attention, mlp = (bool(config.get(f"{name}_bias", False)) for name in ("attention", "mlp"))
     biases = family.Biases(attention, attention, mlp)
-    of_input = _factor(fields, "attention_in_multiplier")
+    of_input = fields.factor("attention_in_multiplier")
     if attention and of_input != 1.0:
         fields.refuse("attention_bias beside attention_in_multiplier is not served")
     attend = _falcon_attention(fields, family.attention(sizes, rope, biases=biases), of_input)
@@ -237,12 +237,12 @@ def read_falcon_h1(fields: Fields) -> ModelSpec:
             StepSpec(
                 (_read_falcon_mamba(fields, sizes),),
                 family.norm("input_layernorm", sizes),
-                factor=_factor(fields, "ssm_out_multiplier"),
+                factor=fields.factor("ssm_out_multiplier"),
             ),
             StepSpec(
                 (attend,),
                 None,
-                factor=of_input * _factor(fields, "attention_out_multiplier"),
+                factor=of_input * fields.factor("attention_out_multiplier"),
                 reads_last=True,
             ),
             StepSpec((feed,), family.norm("pre_ff_layernorm", sizes), factor=down),
@@ -252,8 +252,8 @@ def read_falcon_h1(fields: Fields) -> ModelSpec:
     model = family.model(fields, sizes, [layer] * sizes.layers, max_context, eos=2, last=last)
     return replace(
         model,
-        embedding=replace(model.embedding, scale=_factor(fields, "embedding_multiplier")),
-        head=replace(model.head, scale=_factor(fields, "lm_head_multiplier")),
+        embedding=replace(model.embedding, scale=fields.factor("embedding_multiplier")),
+        head=replace(model.head, scale=fields.factor("lm_head_multiplier")),
     )
 
 
@@ -261,7 +261,7 @@ def _falcon_attention(fields: Fields, of: AttentionSpec, of_input: float) -> Att
     """Attention whose factors of inputs and keys are those of scores: what values have of them is a
     factor of its result."""
     qkv, o = (replace(each, factor_behind=of_input != 1.0) for each in (of.qkv, of.o))
-    scale = of.scale * of_input**2 * _factor(fields, "key_multiplier")
+    scale = of.scale * of_input**2 * fields.factor("key_multiplier")
     return replace(of, qkv=qkv, o=o, scale=scale)
 
 
@@ -273,7 +273,7 @@ def _read_falcon_mamba(fields: Fields, sizes: family.ModelSizes) -> Mamba2Spec:
     found = read_mamba_sizes(fields, sizes, inner)
     into, _, conv = found.biases
     found = found._replace(biases=(into, bool(config.get("projectors_bias", False)), conv))
-    of_input = _factor(fields, "ssm_in_multiplier")
+    of_input = fields.factor("ssm_in_multiplier")
     if into and of_input != 1.0:
         fields.refuse("mamba_proj_bias beside ssm_in_multiplier is not served")
     factors = tuple(of_input * each for each in _factors(fields, "ssm_multipliers", 5))
@@ -284,10 +284,6 @@ def _read_falcon_mamba(fields: Fields, sizes: family.ModelSizes) -> Mamba2Spec:
         norm_size=spec.norm_size if config.get("mamba_rms_norm", False) else None,
         gate_first=not config.get("mamba_norm_before_gate", True),
     )
-
-
-def _factor(fields: Fields, key: str) -> float:
-    return fields.number(fields.config, key, 1.0)
 
 
 def _factors(fields: Fields, key: str, count: int) -> tuple[float, ...]:

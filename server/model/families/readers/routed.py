@@ -147,7 +147,7 @@ def read_glm4_moe(fields: Fields) -> ModelSpec:
     norms = bool(config.get("use_qk_norm", False))
     rules = RopeRules(partial=0.5)
     model = llama.assembled(fields, sizes, biases, rules, qk_norm=norms, eos=None)
-    branches = read_scored(fields, sizes, "n_routed_experts", "n_shared_experts")
+    branches = read_scored_and_shared(fields, sizes, "n_routed_experts", "n_shared_experts")
     return experts.with_experts(model, branches, experts.read_first_dense(fields, sizes, 1))
 
 
@@ -159,7 +159,7 @@ def read_dots1(fields: Fields) -> ModelSpec:
     windows = family.read_windows(fields, sizes, window, lambda layer: layer >= first)
     biases = family.attention_biases(fields)
     model = llama.assembled(fields, sizes, biases, windows=windows, qk_norm=True, eos=None)
-    branches = read_scored(
+    branches = read_scored_and_shared(
         fields, sizes, "n_routed_experts", "n_shared_experts", normed=False, usual=(None, None)
     )
     return experts.with_experts(model, branches, experts.read_first_dense(fields, sizes, 0))
@@ -228,7 +228,7 @@ def read_exaone_moe(fields: Fields) -> ModelSpec:
     """EXAONE with experts. Layers without a window have no rotation where others have one."""
     sizes = _read_sizes(fields, kv_heads=32, epsilon=1e-5)
     layers, max_context = windowed.read_exaone_layers(fields, sizes, family.llama_norms(sizes))
-    moe, shared = read_scored(
+    moe, shared = read_scored_and_shared(
         fields, sizes, "num_experts", "num_shared_experts", factor=2.5, usual=(64, 1)
     )
     moe = replace(moe, correction=(f"mlp.{_CORRECTION}", (moe.experts,)))
@@ -458,7 +458,7 @@ def read_softmax(fields: Fields, sizes: ModelSizes, usual: tuple[int, int], size
     return experts.moe(sizes.hidden, size, counts, _NAMES, rule)
 
 
-def read_scored(
+def read_scored_and_shared(
     fields: Fields,
     sizes: ModelSizes,
     routed: str,

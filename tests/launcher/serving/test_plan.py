@@ -178,7 +178,7 @@ def test_the_machine_is_divided_among_workers(
 def test_the_line_to_try_is_what_the_first_base_gives(
     route: str, all_write: bool, said: str
 ) -> None:
-    plan = dataclasses.replace(planned(), route=route, all_write=all_write)
+    plan = dataclasses.replace(planned("--port", "0"), route=route, all_write=all_write)
     running = Serve(plan, {})
     assert said in running.example()
     assert ("max_new_tokens" in running.example()) == (route == "/generate")
@@ -188,7 +188,7 @@ def test_the_line_to_try_is_what_the_first_base_gives(
 
 @pytest.mark.parametrize(("auth", "has_key"), [("keys", True), ("none", False)])
 def test_the_line_to_try_has_a_key_where_callers_need_one(auth: str, has_key: bool) -> None:
-    running = Serve(planned("--auth", auth), {})
+    running = Serve(planned("--port", "0", "--auth", auth), {})
     assert ('-H "Authorization: Bearer $KEY"' in running.example()) == has_key
     for worker in running.workers:
         worker.close()

@@ -171,6 +171,15 @@ def test_snapshots_come_back_from_the_disk() -> None:
     assert harness.scheduler.stats().state_swaps.failed["read"] == 1
 
 
+def test_files_of_snapshots_give_way_to_others() -> None:
+    """A file that is removed makes room among those of snapshots, not of pages."""
+    harness = made(**BELOW | {"page_windows": (), "host_snapshots": 1, "disk_snapshots": 2})
+    for kind in range(6):
+        answer(harness, text(100, kind))
+    stats = harness.scheduler.stats().state_swaps
+    assert stats.copied["write"] > stats.disk == 2
+
+
 def test_states_without_pages_come_back() -> None:
     harness = made(**BELOW | {"page_windows": (), "host_pages": 0})
     for kind in range(8):

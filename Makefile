@@ -30,7 +30,7 @@ unit: setup-dev $(CLIENTS)/.ready $(NPM_CLIENTS)/.ready programs vocabularies wh
 	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder --durations=25
 
 exhaustive: setup-dev $(CLIENTS)/.ready $(TRAINERS)/.ready $(NPM_CLIENTS)/.ready programs vocabularies wheels
-	$(BIN)/pytest -n 2 --dist load -m exhaustive --durations=25
+	$(BIN)/pytest -n 2 --dist load -m 'exhaustive or hypothesis' --hypothesis-profile anew --durations=25
 
 # The long tests of rooms that changed since the last commit that passed, for an hour at most.
 changed: setup-dev $(CLIENTS)/.ready $(TRAINERS)/.ready $(NPM_CLIENTS)/.ready programs vocabularies wheels

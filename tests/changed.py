@@ -119,7 +119,9 @@ def passed_before() -> Passed | None:
 
 
 def pytest_command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "pytest", "-q", "-m", "exhaustive", *arguments]
+    """Long tests, and those that draw: other examples than an ordinary run."""
+    chosen = ["-m", "exhaustive or hypothesis", "--hypothesis-profile", "anew"]
+    return [sys.executable, "-m", "pytest", "-q", *chosen, *arguments]
 
 
 def collect(paths: Sequence[str]) -> list[str]:

@@ -323,9 +323,7 @@ class PageSwaps:
         """Remove a page's file, in the order of what is written."""
         number = next(self._numbers)
         self._batches[number] = ("drop", [])
-        self._copies.append(
-            PageCopies(number, "drop", keys=(digest,), of_states=self._of_states)
-        )
+        self._copies.append(PageCopies(number, "drop", keys=(digest,), of_states=self._of_states))
 
     def _begin_queued(self, way: PageWay) -> None:
         queue, moves = self._queues[way], list[_Move]()

@@ -21,12 +21,7 @@ from loraplex.server.engine.executor import (
 from loraplex.server.engine.memory.pages import PageHash
 from loraplex.server.engine.memory.residency import AdapterArena
 from loraplex.server.engine.memory.scaled_slots import ScaledSlots
-from loraplex.server.engine.messages import (
-    EncodePicture,
-    EngineStats,
-    SequenceEvent,
-    SlabStaged,
-)
+from loraplex.server.engine.messages import EncodePicture, EngineStats, SequenceEvent, SlabStaged
 from loraplex.server.engine.plan import SeqSlice, SliceResult, StepPlan
 from loraplex.server.engine.scheduling.batch import Batch
 from loraplex.server.engine.scheduling.device_shares import DeviceShares
@@ -252,7 +247,7 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can be computed before something else happens."""
-        self._now = now
+        self._now, preempted = now, self._preemptions
         self._expire(now)
         self._make_room(now)
         for sequence in self.pictures.take_ready():
@@ -281,7 +276,9 @@ class Scheduler:
         self._ask()
         self._go_on_swapping(now)
         if not batch.sequences:
-            return None
+            # The adapter of one that was just preempted may give others its room at once.
+            again = self._preemptions > preempted and not self._in_flight
+            return self.plan(now) if again else None
         batch.load = self.prompts.end()
         self._step += 1
         self.rows.freed = []

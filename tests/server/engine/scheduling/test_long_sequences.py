@@ -63,3 +63,19 @@ def test_prefixes_are_shared_within_a_kind_only() -> None:
         harness.run()
         hits.append(harness.scheduler.stats().prefix_hit_tokens - before)
     assert hits == [0, 8, 0, 16, 8]
+
+
+def test_a_drained_adapter_of_one_that_becomes_long_gives_its_room_at_once() -> None:
+    """Without a step in flight nothing else would wake the loop."""
+    config = SchedulerConfig(drain_after_s=0.01)
+    harness = Harness(limits(short_context=SHORT, adapter_slots=1), 1, config, auto_stage=False)
+    first = harness.submit(make_request([5], 4, adapter="late"))
+    long = harness.submit(make_request(prompt(4), 9, adapter="a"))
+    harness.stage("a")
+    while not harness.tokens(long):
+        harness.cycle()
+    harness.stage("late")
+    harness.auto_stage = True
+    harness.run()
+    assert (len(harness.tokens(first)), len(harness.tokens(long))) == (4, 9)
+    harness.assert_at_rest()

@@ -4,6 +4,7 @@ that acts on each of them. Pure."""
 import struct
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import lru_cache
 from hashlib import blake2b
 
 import msgspec
@@ -39,10 +40,15 @@ ROOT_MARK: Mark = bytes(16)
 WRONG_MARK: Mark = b"a wrong draft..."
 
 
+@lru_cache(maxsize=4096)
+def _origin(adapter: str | None) -> bytes:
+    return b"base" if adapter is None else b"lora" + adapter.encode()
+
+
 def next_mark(mark: Mark, token_id: int, adapter: str | None) -> Mark:
     """Mark after one more token. adapter: digest of the adapter that acts on it, or None."""
-    origin = b"base" if adapter is None else b"lora" + adapter.encode()
-    return blake2b(mark + token_id.to_bytes(8, "little") + origin, digest_size=16).digest()
+    said = mark + token_id.to_bytes(8, "little") + _origin(adapter)
+    return blake2b(said, digest_size=16).digest()
 
 
 def pictured_id(picture: str, grid: Sequence[int], index: int) -> int:

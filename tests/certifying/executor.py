@@ -6,9 +6,8 @@ strictly what plans promise.
 """
 
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -46,8 +45,7 @@ from tests.certifying.certificates import (
 )
 from tests.certifying.page_copies import FakePages
 from tests.certifying.pictures import Encoded, FakePictures
-
-MAX_REMEMBERED = 65_536
+from tests.certifying.slab_witness import SlabWitness
 
 
 class ContractError(AssertionError):
@@ -60,7 +58,11 @@ def check(condition: bool, message: str) -> None:
 
 
 class FakeRow:
-    """A row: its tokens, pages and marks."""
+    """A row: its tokens, pages and marks.
+
+    images: for each group of layers, what its pages hold where they are right. Lists of a page's
+    places, in order.
+    """
 
     def __init__(self, start: RowStart, limits: ExecutorLimits) -> None:
         self.start = start
@@ -75,6 +77,8 @@ class FakeRow:
         self.adapter: str | None = None
         self.pictured: dict[int, int] = {}  # what placeholders of pictures count as
         self.marks: list[Mark] = []  # after each computed token
+        self.images: list[list[list[bytes]]] = [[] for _ in limits.page_windows]
+        self._page_size = limits.page_size
         self.taken = 0  # tokens that the row's state has taken, each once
         self.state = ROOT_MARK  # after them
         self.num_drafted = 0  # tokens behind them whose inputs are kept
@@ -82,6 +86,27 @@ class FakeRow:
     def said(self, position: int) -> int:
         """The token there, as marks count it."""
         return self.pictured.get(position, self.tokens[position])
+
+    def tag(self, group: int) -> bytes:
+        """Bytes that a place of a group's page holds behind the mark."""
+        return self.kind + bytes((group,))
+
+    def add(self, mark: Mark) -> None:
+        """One more token is computed."""
+        starts_page = len(self.marks) % self._page_size == 0
+        self.marks.append(mark)
+        for group, images in enumerate(self.images):
+            if starts_page:
+                images.append([])
+            images[-1].append(mark + self.tag(group))
+
+    def take(self, marks: list[Mark]) -> None:
+        """These are the marks of the tokens that lie in reused pages."""
+        self.marks = []
+        for images in self.images:
+            images.clear()
+        for mark in marks:
+            self.add(mark)
 
     def replay(self, piece: SeqSlice) -> None:
         """The state takes tokens of the last draft."""
@@ -96,6 +121,10 @@ class FakeRow:
         """A later slice computes the last known token again, for want of a mask."""
         self.num_computed -= 1
         self.marks.pop()
+        for images in self.images:
+            images[-1].pop()
+            if not images[-1]:
+                images.pop()
 
     def vector(self, piece: SeqSlice, limits: ExecutorLimits) -> bytes | None:
         """Vector of the slice that ends a prompt whose vector is wanted."""
@@ -107,34 +136,6 @@ class FakeRow:
         else:
             check(is_over, "a slice for a vector that does not end its prompt")
         return certified_vector(self.marks, vector, limits.num_classes) if is_over else None
-
-
-class SlabWitness:
-    """A check that one digest never stands for two contents.
-
-    It does not know which bytes are right. It notices that an adapter's bytes differ from before.
-    arena: the host's, from which slabs are copied.
-    """
-
-    def __init__(self, arena: memoryview) -> None:
-        self._arena = arena
-        self._seen: OrderedDict[str, bytes] = OrderedDict()
-
-    def problem(self, copy: AdapterCopy) -> str | None:
-        """Reason why the bytes in the host arena are not this adapter's, or None."""
-        found = self._checksum(copy)
-        known = self._seen.setdefault(copy.layout.digest, found)
-        self._seen.move_to_end(copy.layout.digest)
-        if len(self._seen) > MAX_REMEMBERED:
-            self._seen.popitem(last=False)
-        return None if found == known else "the slab's bytes differ from those that it had before"
-
-    def _checksum(self, copy: AdapterCopy) -> bytes:
-        size = copy.layout.extent_bytes
-        checksum = blake2b(digest_size=16)
-        for first, run in zip(copy.host_extents, copy.layout.all_runs, strict=True):
-            checksum.update(self._arena[first * size : (first + run) * size])
-        return checksum.digest()
 
 
 def next_allowed(mask: np.ndarray, token_id: int, vocab_size: int) -> int:
@@ -342,8 +343,8 @@ class CertifyingExecutor:
         scored = []
         for position in range(piece.start, known):
             mark = next_mark(mark, row.said(position), row.adapter)
-            self._write(row, piece.seq_row, position, mark)
-            row.marks.append(mark)
+            row.add(mark)
+            self._write(row, piece.seq_row, position)
             row.taken, row.state = position + 1, mark
             if row.taken in saves:
                 self._save(saves.pop(row.taken), row)
@@ -398,8 +399,8 @@ class CertifyingExecutor:
                     self._write(row, piece.seq_row, place, WRONG_MARK)
                 break
             mark = next_mark(mark, token_id, row.adapter)
-            self._write(row, piece.seq_row, position, mark)
-            row.marks.append(mark)
+            row.add(mark)
+            self._write(row, piece.seq_row, position)
             row.num_computed = position + 1
         return SliceResult(tuple(token_ids), tuple(logprobs), prompt_logprobs)
 
@@ -442,10 +443,12 @@ class CertifyingExecutor:
         if len(row.marks) < start:  # reused pages, before the first slice
             row.num_cached = start
             begins = range(start + 1) if row.adapter is not None else (start,)
-            chains = [self._chain(row, begin, start) for begin in begins]
-            fitting = (marks for marks in chains if self._holds(row, marks))
-            row.marks = next(fitting, chains[0])
-        check(self._holds(row, row.marks), f"pages of row {row.start.seq_row} hold another prefix")
+            for begin in begins:
+                row.take(self._chain(row, begin, start))
+                if self._holds(row):
+                    return
+        if not self._holds(row):
+            raise ContractError(f"pages of row {row.start.seq_row} hold another prefix")
 
     @staticmethod
     def _chain(row: FakeRow, begin: int, end: int) -> list[Mark]:
@@ -457,39 +460,39 @@ class CertifyingExecutor:
             marks.append(mark)
         return marks
 
-    def _holds(self, row: FakeRow, marks: list[Mark]) -> bool:
-        """Tells whether the row's state and pages hold these marks, as far as the next token sees
+    def _holds(self, row: FakeRow) -> bool:
+        """Tells whether the row's state and pages hold its marks, as far as the next token sees
         them."""
-        if self.limits.has_states and marks and row.state != marks[-1]:
+        if self.limits.has_states and row.marks and row.state != row.marks[-1]:
             return False
         return all(
-            self._group_holds(row, group, self._first_seen(window, len(marks)), marks)
+            self._group_holds(row, group, self._first_seen(window, len(row.marks)))
             for group, window in enumerate(self.limits.page_windows)
         )
 
-    def _group_holds(self, row: FakeRow, group: int, first: int, marks: list[Mark]) -> bool:
+    def _group_holds(self, row: FakeRow, group: int, first: int) -> bool:
         """The pages of one group, from its first that the next token sees."""
-        size, tag = self.limits.page_size, self._tag(row, group)
-        for i in range(first, -(-len(marks) // size)):
-            expected = [mark + tag for mark in marks[i * size : (i + 1) * size]]
-            page = row.pages[group].get(i)
-            check(page is not None, f"a page of row {row.start.seq_row} is gone")
-            assert page is not None
-            if self._kv[page][: len(expected)] != expected:
+        pages, images = row.pages[group], row.images[group]
+        for i in range(first, len(images)):
+            page, image = pages.get(i), images[i]
+            if page is None:
+                raise ContractError(f"a page of row {row.start.seq_row} is gone")
+            held = self._kv[page]
+            if held != image and held[: len(image)] != image:
                 return False
         return True
 
-    def _write(self, row: FakeRow, seq_row: int, position: int, mark: Mark) -> None:
+    def _write(self, row: FakeRow, seq_row: int, position: int, mark: Mark | None = None) -> None:
+        """mark: None = the right one."""
         place, offset = divmod(position, self.limits.page_size)
         for group, pages in enumerate(row.pages):
             page = pages[place]
-            check(self._holders[page] == {seq_row}, f"page {page} is written while it is shared")
-            self._kv[page][offset] = mark + self._tag(row, group)
-
-    @staticmethod
-    def _tag(row: FakeRow, group: int) -> bytes:
-        """Bytes that a place of a group's page holds behind the mark."""
-        return row.kind + bytes((group,))
+            if self._holders[page] != {seq_row}:
+                raise ContractError(f"page {page} is written while it is shared")
+            right = mark is None
+            self._kv[page][offset] = (
+                row.images[group][place][offset] if right else mark + row.tag(group)
+            )
 
     def wait_idle(self) -> None:
         self._in_flight.clear()

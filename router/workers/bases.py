@@ -9,9 +9,7 @@ from loraplex.adapters.manifest import AdapterManifest
 from loraplex.adapters.peft.validate import names_base
 from loraplex.router.api.request.formatter import ApiLimits
 from loraplex.router.call import Secret
-from loraplex.router.failures import NoWorker
 from loraplex.router.names.served import Origin
-from loraplex.router.policy.queue.queue_limits import QueueFull
 from loraplex.router.workers.base_model import BaseModel
 from loraplex.router.workers.fleet import Fleet
 from loraplex.router.workers.model_card import CardError
@@ -123,7 +121,6 @@ class Bases:
             other = trained
         if other is asked:
             return manifest, asked.name
-        await _until_ready(other)
         return await other.fleet.load_adapter(origin, token), other.name
 
     async def _awaited(self, name: str) -> BaseModel | None:
@@ -132,7 +129,7 @@ class Bases:
         """
         for base in self.all:
             if name and base.text is None and self.trained_on(name) is None:
-                await _until_ready(base)
+                await base.fleet.until_loads()
         return self.trained_on(name)
 
     def pause(self) -> None:
@@ -152,11 +149,3 @@ class Bases:
         """Waits until no sequence runs, or the pause is over."""
         for base in self.all:
             await base.fleet.until_idle()
-
-
-async def _until_ready(base: BaseModel) -> None:
-    """Waits for workers of a base as a request does. Raises AdapterError (unavailable)."""
-    try:
-        await base.fleet.until_ready("", 0)
-    except (NoWorker, QueueFull) as error:
-        raise AdapterError("unavailable", error.message, (), error.retry_after_s) from error

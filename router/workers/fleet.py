@@ -199,19 +199,32 @@ class Fleet:
                 granted.result().credit.release()
             raise
 
-    async def load_adapter(self, origin: Origin, token: Secret | None) -> AdapterManifest:
-        """Lets the adapter's home fetch or merge it; where that cannot now, another worker.
+    async def until_loads(self) -> None:
+        """Waits for a worker that takes work; names may still be unknown. Raises AdapterError when
+        none came in time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._worker_wait_s):
+                while not self.ready:
+                    self._changed.clear()
+                    await self._changed.wait()
+        if not self.ready:
+            failed = self._no_worker()
+            raise AdapterError("unavailable", failed.message, (), failed.retry_after_s)
 
-        Raises AdapterError.
+    async def load_adapter(self, origin: Origin, token: Secret | None) -> AdapterManifest:
+        """Lets the adapter's home fetch or merge it; where that cannot now, another worker. Without
+        any, waits for one. Raises AdapterError.
         """
-        failed = AdapterError("unavailable", "no worker is ready to load the adapter", (), 2.0)
+        failed: AdapterError | None = None
         asked: set[WorkerSession] = set()
         for _ in range(_LOAD_ATTEMPTS):
-            sessions = [session for session in self.sessions if session not in asked]
-            home = self._placement.home(home_key(origin), [session.view for session in sessions])
-            if home is None:
+            session = self._home(origin, asked)
+            if session is None and failed is None:
+                await self.until_loads()
+                asked.clear()
+                session = self._home(origin, asked)
+            if session is None:
                 break
-            session = next(session for session in sessions if session.view is home)
             asked.add(session)
             try:
                 return await session.load(origin, token)
@@ -221,7 +234,13 @@ class Fleet:
                 if error.code != "unavailable":
                     raise
                 failed = error
-        raise failed
+        raise failed or AdapterError("unavailable", "no worker is ready to load it", (), 2.0)
+
+    def _home(self, origin: Origin, asked: Collection[WorkerSession]) -> WorkerSession | None:
+        """The worker that should load an adapter, of those that were not asked yet."""
+        sessions = {id(each.view): each for each in self.sessions if each not in asked}
+        home = self._placement.home(home_key(origin), [each.view for each in sessions.values()])
+        return None if home is None else sessions[id(home)]
 
     def may_get(self, digest: str, error: AdapterError, avoid: Collection[str]) -> bool:
         """Whether some worker but these may have an adapter that one could not get."""

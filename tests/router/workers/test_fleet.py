@@ -7,6 +7,9 @@ from typing import cast
 import pytest
 from websockets.asyncio.client import ClientConnection
 
+from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.ref import AdapterRef
+from loraplex.router.names.served import Origin
 from loraplex.router.policy.placement.placement import PlacementRequest
 from loraplex.router.policy.placement.workers import WorkerView
 from loraplex.router.policy.queue.queue_limits import QueueLimits
@@ -16,7 +19,7 @@ from loraplex.router.workers.client import WorkerClient
 from loraplex.router.workers.fleet import Fleet, Placed
 from loraplex.router.workers.loads import Supply
 from loraplex.router.workers.roster import Roster
-from loraplex.router.workers.session import WorkerSession
+from loraplex.router.workers.session import WorkerLost, WorkerSession
 from loraplex.server.protocol import GenerateRequest, SamplingParams, TokenEvent, WorkerHello
 
 ENTRY: Waiting[None] = Waiting(None, "", PlacementRequest(""), 10, 10, 360)
@@ -62,6 +65,47 @@ async def test_many_may_leave_at_once() -> None:
     last.credit.release()
     assert worker.view.in_flight == 0
     assert not worker.view.own
+
+
+class Loader:
+    """The session of a worker that loads adapters, or is lost as it does."""
+
+    def __init__(self, fleet: Fleet, name: str, *, is_lost: bool = False) -> None:
+        self.view = WorkerView(name, ready=True, credits=1)
+        self.session: Loader | None = self
+        self._fleet, self._is_lost = fleet, is_lost
+        self.died = asyncio.Event()
+
+    async def load(self, origin: Origin, token: None) -> str:
+        if not self._is_lost:
+            return "loaded"
+        self.session = None
+        self._fleet.worker_changed()
+        self.died.set()
+        raise WorkerLost("it died")
+
+
+async def test_a_load_whose_workers_die_waits_for_another() -> None:
+    roster = Roster()
+    queue: WaitingQueue[asyncio.Future[Placed]] = WaitingQueue(QueueLimits(4096, 1 << 30))
+    fleet = Fleet(queue, roster, 60.0, 1.0, lambda count: None, asyncio.Event())
+    dying = tuple(Loader(fleet, name, is_lost=True) for name in ("a", "b"))
+    roster.clients = cast(tuple[WorkerClient, ...], dying)
+    load = asyncio.create_task(fleet.load_adapter(AdapterRef("local", "it"), None))
+    for worker in dying:
+        await worker.died.wait()
+    assert not load.done()
+    roster.clients = (cast(WorkerClient, Loader(fleet, "c")),)
+    fleet.worker_changed()
+    assert cast(str, await load) == "loaded"
+
+
+async def test_a_load_without_a_worker_fails_when_none_comes() -> None:
+    queue: WaitingQueue[asyncio.Future[Placed]] = WaitingQueue(QueueLimits(4096, 1 << 30))
+    fleet = Fleet(queue, Roster(), 0.01, 1.0, lambda count: None, asyncio.Event())
+    with pytest.raises(AdapterError, match="no worker is ready") as raised:
+        await fleet.load_adapter(AdapterRef("local", "it"), None)
+    assert raised.value.code == "unavailable"
 
 
 async def test_a_worker_that_reads_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,9 @@ class Violation(msgspec.Struct, frozen=True):
     where: str
     message: str
 
+    def __str__(self) -> str:
+        return f"{self.where}: {self.message}" if self.where else self.message
+
 
 class CommandError(Exception):
     """str() is one sentence for a person: a command ends with it, and with status 1."""

@@ -1,6 +1,8 @@
 """A client of a running router's operator API, and tables of its answers."""
 
 import argparse
+import base64
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -102,21 +104,24 @@ def push(http: httpx.Client, path: str, folder: Path) -> Any:
     try:
         files = adapter_files(folder)
         total = archive_bytes(files)
-        return _put(http, path, files, 0, total)
+        return _put(http, path, files, total)
     except OSError as error:
         raise Failed(f"{folder}: {error.strerror or error}") from error
 
 
-def _put(http: httpx.Client, path: str, files: list[Path], start: int, total: int) -> Any:
+def _put(http: httpx.Client, path: str, files: list[Path], total: int) -> Any:
+    digest: dict[str, str] = {}
+    start = 0
     for attempt in range(_ATTEMPTS):
         try:
             part = {"content-range": f"bytes {start}-{total - 1}/{total}"} if attempt else {}
             body = _from(archive_pieces(files), start)
-            headers = {"content-type": "application/x-tar", **part}
+            headers = {"content-type": "application/x-tar", **part, **digest}
             headers["content-length"] = str(total - start)
             answer = http.put(path, content=body, headers=headers)
         except httpx.TransportError as error:
-            start = _received(http, path, total, error)
+            digest = digest or {"repr-digest": _digest(files)}
+            start = _received(http, path, total, digest, error)
             continue
         if answer.status_code != _INCOMPLETE:
             return _content(http, answer)
@@ -124,11 +129,21 @@ def _put(http: httpx.Client, path: str, files: list[Path], start: int, total: in
     raise Failed(f"{http.base_url}: the upload broke off {_ATTEMPTS} times")
 
 
-def _received(http: httpx.Client, path: str, total: int, cause: Exception) -> int:
+def _digest(files: list[Path]) -> str:
+    """The digest of the tar of these files, as a field (RFC 9530). Raises OSError."""
+    sha256 = hashlib.sha256()
+    for piece in archive_pieces(files):
+        sha256.update(piece)
+    return f"sha-256=:{base64.b64encode(sha256.digest()).decode()}:"
+
+
+def _received(
+    http: httpx.Client, path: str, total: int, digest: dict[str, str], cause: Exception
+) -> int:
     """Bytes of a broken upload that the router has. Raises Failed when it does not answer."""
     try:
-        headers = {"content-type": "application/x-tar", "content-range": f"bytes */{total}"}
-        answer = http.put(path, headers=headers)
+        part = {"content-type": "application/x-tar", "content-range": f"bytes */{total}"}
+        answer = http.put(path, headers=part | digest)
     except httpx.HTTPError:
         raise Failed(f"{http.base_url}: {cause}") from cause
     if answer.status_code != _INCOMPLETE:

@@ -303,6 +303,6 @@ def _lorax_message(error: RequestError, row: _Row) -> str:
 
 def _with_violations(error: RequestError) -> str:
     """Adds the violations to an error's text: most clients show nothing else. Each is said once."""
-    lines = [f"{v.where}: {v.message} ({v.code})" for v in error.violations]
+    lines = [f"{v} ({v.code})" for v in error.violations]
     first = f": {error.violations[0].message}" if lines else "\n"
     return "\n- ".join([error.message.partition(first)[0] if lines else error.message, *lines])

@@ -149,5 +149,5 @@ class Declarations:
 
 
 def _reason(error: AdapterError) -> str:
-    reasons = [f"{v.where}: {v.message}" for v in error.violations]
+    reasons = [str(v) for v in error.violations]
     return "; ".join(reasons) or error.message

@@ -6,7 +6,7 @@ import hashlib
 import io
 import json
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,8 @@ from loraplex.router.uploads.upload_head import BodyRange, UploadHead
 
 MAX_AT_ONCE = 16
 MAX_OF_TENANT = 4
+# Longest wait for the next bytes of a request whose client has come anew.
+_HURRY_S = 0.2
 _TAR_MAGIC = slice(257, 262)
 _GZIP_MAGIC = b"\x1f\x8b"
 
@@ -68,6 +70,7 @@ class UploadReceiver:
         self._idle_s = idle_s
         self._threads = ThreadPoolExecutor(MAX_AT_ONCE, "uploads")
         self._open: Counter[str] = Counter()
+        self._parts: dict[str, tuple[BodyStream, asyncio.Event]] = {}
 
     async def receive(self, receive: Receive, head: UploadHead, name: OwnedName) -> str:
         """Returns the digest of the upload's files, which are on the shelf. Raises RequestError,
@@ -80,8 +83,9 @@ class UploadReceiver:
         body = BodyStream(receive, self._idle_s)
         loop = asyncio.get_running_loop()
         try:
-            take = partial(self._take, body, head, name, self._kept())
-            return await loop.run_in_executor(self._threads, take)
+            async with self._in_place_of_earlier(head.key(name), body):
+                take = partial(self._take, body, head, name, self._kept())
+                return await loop.run_in_executor(self._threads, take)
         except BodyBroken as error:
             if error.why == "gone":
                 raise ClientGone from None
@@ -91,6 +95,26 @@ class UploadReceiver:
             raise PartReceived(error.nbytes) from None
         finally:
             self._open -= Counter((name.tenant,))
+
+    @contextlib.asynccontextmanager
+    async def _in_place_of_earlier(self, key: str | None, body: BodyStream) -> AsyncIterator[None]:
+        """Takes what still comes of an earlier request for the same upload first. Its client has
+        come anew: the earlier connection may have broken without a sign.
+        """
+        if key is None:
+            yield
+            return
+        earlier, over = self._parts.get(key), asyncio.Event()
+        self._parts[key] = body, over
+        try:
+            if earlier is not None:
+                earlier[0].hurry(_HURRY_S)
+                await earlier[1].wait()
+            yield
+        finally:
+            over.set()
+            if self._parts[key][1] is over:
+                del self._parts[key]
 
     async def settle(self, digest: str) -> None:
         """Waits until an upload is safe on the disk. Raises AdapterError."""
@@ -105,10 +129,10 @@ class UploadReceiver:
         self, body: BodyStream, head: UploadHead, name: OwnedName, kept: Collection[str]
     ) -> str:
         with disk_errors(self._shelf.root):
-            if head.part is None:
+            key = head.key(name)
+            if head.part is None or key is None:
                 return self._unpack(body, head, kept)
             self._shelf.staging_root.mkdir(parents=True, exist_ok=True)
-            key = f"{name} {head.part.total} {head.sha256}"
             with resumable_folder(self._shelf.staging_root, key) as folder:
                 _append(folder / "body", body, head.part)
                 with (folder / "body").open("rb") as whole:
@@ -185,7 +209,7 @@ def _append(path: Path, body: BodyStream, part: BodyRange) -> None:
                 file.write(piece)
                 left -= len(piece)
         except BodyBroken:
-            pass
+            left -= file.write(body.rest()[:left])
         have = part.stop - left
     if have < part.total:
         raise _Incomplete(have)
@@ -200,6 +224,10 @@ def _unpack_bytes(stream: ByteStream, sink: FileSink, folder: Path) -> None:
     if start[_TAR_MAGIC] == b"ustar":
         unpack_archive(ahead, sink)
         return
+    if start[PREFIX_BYTES : PREFIX_BYTES + 1] != b"{":
+        raise invalid(
+            "bad_archive", "", "the upload is neither an uncompressed tar nor safetensors"
+        )
     sink.begin(WEIGHTS_FILE)
     while piece := ahead.read(PIECE_BYTES):
         sink.write(piece)

@@ -10,6 +10,7 @@ from starlette.datastructures import Headers
 from loraplex.router.api.request.body import require
 from loraplex.router.call import RequestError
 from loraplex.router.http.body import check_plain
+from loraplex.router.names.owned_name import OwnedName
 
 _TAR = ("application/x-tar", "application/tar")
 _BYTES = ("", "application/octet-stream", "application/vnd.safetensors", *_TAR)
@@ -29,12 +30,16 @@ class BodyRange(msgspec.Struct, frozen=True):
 
 class UploadHead(msgspec.Struct, frozen=True):
     """An upload's head. form: its content type, if it is a form. part: None = the request is the
-    whole. sha256: hex of the whole, if it is said.
+    whole. sha256: hex of the whole, if it is said; parts always say it.
     """
 
     form: str | None
     part: BodyRange | None
     sha256: str | None
+
+    def key(self, name: OwnedName) -> str | None:
+        """Names the upload that this is a part of; None = it is no part."""
+        return None if self.part is None else f"{name} {self.part.total} {self.sha256}"
 
 
 def read_head(headers: Headers, max_bytes: int) -> UploadHead:
@@ -52,7 +57,11 @@ def read_head(headers: Headers, max_bytes: int) -> UploadHead:
         raise RequestError("too_large", f"an upload may have at most {max_bytes} bytes")
     said = headers.get("repr-digest") or (headers.get("content-digest") if part is None else None)
     form = content_type if kind == "multipart/form-data" else None
-    return UploadHead(form, part, _sha256(said))
+    head = UploadHead(form, part, _sha256(said))
+    # Versions of an adapter have one length: only the digest tells which of them a part is of.
+    message = "a part needs the `Repr-Digest: sha-256=:BASE64:` of the whole"
+    require(part is None or head.sha256 is not None, message, "content-range")
+    return head
 
 
 def _part(said: str | None) -> BodyRange | None:

@@ -1,8 +1,10 @@
 """Uploads over HTTP: versions of a name, parts, keys and quotas; a refusal leaves nothing."""
 
+import asyncio
 import base64
 import hashlib
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,9 @@ from loraplex.router.policy.upload_options import UploadOptions
 from loraplex.server.protocol import AdapterLoad
 from tests.adapters.uploads.bodies import CONFIG, FILES, WEIGHTS, archive
 from tests.router.fake_worker import FakeWorker, make_manifest, running_worker
-from tests.router.serving import Running, running_router
+from tests.router.serving import Running, poll, running_router
 
+OTHERS = [("adapter_model.safetensors", WEIGHTS)]
 ADMIN = {"authorization": "Bearer admin"}
 NAME = "/v1/adapters/policy"
 
@@ -90,6 +93,7 @@ async def test_forms_of_a_body(fleet: tuple[Running, FakeWorker]) -> None:
     assert (await put(router, alone)).status_code == 200
     for content, headers, status in (
         (WEIGHTS, {}, 422),
+        (b"PK\x03\x04" + archive(), {}, 422),
         (b"\x1f\x8b" + archive(), {}, 422),
         (archive(), {"content-encoding": "gzip"}, 415),
         (b"{}", {"content-type": "application/json"}, 415),
@@ -117,27 +121,96 @@ async def test_a_digest_of_the_body_is_checked(
     assert left_over(tmp_path) == set()
 
 
+class InParts:
+    """Sends an upload of a known digest in parts."""
+
+    def __init__(self, router: Running, whole: bytes) -> None:
+        self._router = router
+        self._whole = whole
+        self._digest = {"repr-digest": digest_field(whole)}
+
+    def head(self, start: int, stop: int) -> dict[str, str]:
+        return {"content-range": f"bytes {start}-{stop - 1}/{len(self._whole)}", **self._digest}
+
+    async def put(self, start: int, stop: int | None = None) -> httpx.Response:
+        content = self._whole[start:stop]
+        head = self.head(start, start + len(content))
+        return await self._router.client.put(NAME, content=content, headers=head)
+
+    async def received(self) -> int:
+        head = {"content-range": f"bytes */{len(self._whole)}", **self._digest}
+        answer = await self._router.client.put(NAME, headers=head)
+        assert answer.status_code == 308, answer.text
+        return int(answer.json()["received"])
+
+    @asynccontextmanager
+    async def broken_off(self, stop: int, leaves: bool) -> AsyncIterator[None]:
+        """A connection that sends the bytes before `stop`, and then its end or nothing more. The
+        router waits for them already.
+        """
+        head = {"host": "127.0.0.1", "content-length": str(len(self._whole)), **ADMIN}
+        head |= {"expect": "100-continue", **self.head(0, len(self._whole))}
+        lines = [f"PUT {NAME} HTTP/1.1", *(f"{name}: {said}" for name, said in head.items())]
+        port = self._router.client.base_url.port
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            writer.write("\r\n".join([*lines, "", ""]).encode())
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100 ")
+            writer.write(self._whole[:stop])
+            await writer.drain()
+            if leaves:
+                writer.close()
+            yield
+        finally:
+            writer.close()
+
+
 async def test_an_upload_in_parts(fleet: tuple[Running, FakeWorker], tmp_path: Path) -> None:
     router, _ = fleet
     whole, cut = archive(), 700
-    total = len(whole)
-
-    async def part(start: int, stop: int) -> httpx.Response:
-        headers = {"content-range": f"bytes {start}-{stop - 1}/{total}"}
-        return await router.client.put(NAME, content=whole[start:stop], headers=headers)
-
-    ask = {"content-range": f"bytes */{total}"}
-    assert (await router.client.put(NAME, headers=ask)).json() == {"received": 0}
-    first = await part(0, cut)
+    parts = InParts(router, whole)
+    assert await parts.received() == 0
+    first = await parts.put(0, cut)
     assert (first.status_code, first.json()) == (308, {"received": cut})
     assert first.headers["range"] == f"bytes=0-{cut - 1}"
-    ahead = await part(cut + 10, total)
+    ahead = await parts.put(cut + 10)
     assert (ahead.status_code, ahead.json()) == (308, {"received": cut})
-    assert (await router.client.put(NAME, headers=ask)).json() == {"received": cut}
-    last = await part(cut - 100, total)
+    assert await parts.received() == cut
+    last = await parts.put(cut - 100)
     assert last.status_code == 200, last.text
     assert last.json()["upload"] == (await put(router, whole)).json()["upload"]
     assert left_over(tmp_path) == set()
+
+
+async def test_parts_of_uploads_of_one_length_do_not_mix(fleet: tuple[Running, FakeWorker]) -> None:
+    router, _ = fleet
+    one, other = (
+        archive([("adapter_config.json", CONFIG + end), *OTHERS]) for end in (b" ", b"\n")
+    )
+    assert len(one) == len(other)
+    assert (await InParts(router, one).put(0, 700)).json() == {"received": 700}
+    assert (await InParts(router, other).put(700)).json() == {"received": 0}
+    bare = {"content-range": f"bytes 700-{len(other) - 1}/{len(other)}"}
+    refused = await router.client.put(NAME, content=other[700:], headers=bare)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "content-range")
+    assert "Repr-Digest" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+async def test_what_came_before_a_connection_broke_counts(
+    fleet: tuple[Running, FakeWorker], leaves: bool
+) -> None:
+    """Also where the router has no sign that the connection is broken."""
+    router, _ = fleet
+    parts = InParts(router, archive())
+
+    async def kept() -> bool:
+        """Tried anew where the question came before the bytes."""
+        async with parts.broken_off(700, leaves):
+            return await parts.received() == 700
+
+    await poll(kept)
+    assert (await parts.put(700)).status_code == 200
 
 
 async def test_what_a_worker_refuses_changes_nothing(

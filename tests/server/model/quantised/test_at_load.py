@@ -74,11 +74,17 @@ def test_fp8_is_the_nearest_of_its_scale() -> None:
 
 def round_layers(model: PreTrainedModel, scheme: AtLoad) -> None:
     """The matrices of layers become what they are after a start; `Conv1D` has them turned."""
+    of_layers = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear | Conv1D)
+        and re.search(r"\.(layers|h|blocks)\.", name)
+    ]
+    assert of_layers, "a name of layers that is not known here"
     with torch.no_grad():
-        for name, module in model.named_modules():
-            if isinstance(module, torch.nn.Linear | Conv1D) and re.search(r"\.(layers|h)\.", name):
-                weight = module.weight if isinstance(module, torch.nn.Linear) else module.weight.T
-                weight.copy_(values(weight.contiguous(), scheme))
+        for module in of_layers:
+            weight = module.weight if isinstance(module, torch.nn.Linear) else module.weight.T
+            weight.copy_(values(weight.contiguous(), scheme))
 
 
 ADAPTED_KIN = [name for name, row in KIN.items() if row.is_adapted and not row.others()]

@@ -20,6 +20,7 @@ from tests.server.model.gpu_pair import Pair, assert_same, ordinary, small_pair
 from tests.server.model.hub_models import make_model
 from tests.server.model.quantised.checkpoints import save_quantised
 from tests.server.model.quantised.formats import FORMATS
+from tests.server.model.quantised.same_rounding import share_rounding
 from tests.server.model.quantised.test_places import quantise_stored
 
 pytestmark = [
@@ -62,6 +63,7 @@ def pair(
         pytest.MonkeyPatch.context() as patch,
         small_pair(model, adapters, folder, patch, dora_graphs=True) as found,
     ):
+        share_rounding(found, patch)
         yield found
 
 
@@ -85,14 +87,14 @@ def experts(
 def test_same_as_the_reference(pair: Pair) -> None:
     layers = pair.gpu.executor._decoder.weights.layers
     assert all(isinstance(linear.weight, PackedMatrix) for x in layers for linear in x.linears)
-    assert_same(pair, [0, -1, 1], abs=3e-4)
+    assert_same(pair, [0, -1, 1])
 
 
 @pytest.mark.exhaustive
 @pairs(1)
 def test_dora_as_the_reference(pair: Pair) -> None:
     """Lengths are of the matrix that the kernels multiply with."""
-    assert_same(pair, [2, -1, 1], abs=3e-4)
+    assert_same(pair, [2, -1, 1])
 
 
 def test_experts_as_the_reference(experts: Pair) -> None:
@@ -100,4 +102,4 @@ def test_experts_as_the_reference(experts: Pair) -> None:
         assert isinstance(layer.branches[1], MoeWeights)
         assert isinstance(layer.branches[1].gate_up.weight, PackedMatrix)
         assert isinstance(layer.branches[1].down.weight, PackedMatrix)
-    assert_same(experts, [0, -1, 1], abs=3e-4)
+    assert_same(experts, [0, -1, 1])

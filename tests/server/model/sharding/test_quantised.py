@@ -21,6 +21,7 @@ from tests.server.model.checkpoint.test_expert_tensors import mxfp4_model
 from tests.server.model.hub_models import make_model
 from tests.server.model.quantised.checkpoints import save_quantised
 from tests.server.model.quantised.formats import FORMATS
+from tests.server.model.quantised.test_rounded_inputs import CASES
 from tests.server.model.sharding.bytes_read import BytesRead, bytes_read
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -43,6 +44,23 @@ def test_odd_widths(form: str, inner: int, tmp_path: Path) -> None:
         assert not down[:, inner:].any()
         up = torch.cat([part.gate_up.weight.chunk(2)[1] for part in parts])
         assert torch.equal(up[:inner], mlp.gate_up.weight[inner:])
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "fp8-static", "fp8-channel", "ct-int8-channel"])
+def test_a_device_rounds_its_part_of_inputs(name: str, tmp_path: Path) -> None:
+    """By the scales of that part, whose groups begin with its first input."""
+    form, rounded, _ = CASES[name]
+    save_quantised(make_model("llama3"), tmp_path, form)
+    model = read_config(tmp_path)
+    torch.manual_seed(0)
+    for index, count in ((0, 2), (3, 4)):
+        shard = Shard(index, count)
+        part = load_weights(tmp_path, model, torch.float32, torch.device("cpu"), shard=shard)
+        for linear in part.layers[1].linears:
+            x = torch.randn(5, linear.in_features)
+            expected = rounded(x[None])[0] @ linear.dequantised().T
+            torch.testing.assert_close(linear.run(x), expected, atol=1e-5, rtol=1e-5)
+            assert not torch.allclose(linear.run(x), x @ linear.dequantised().T, atol=1e-3)
 
 
 @pytest.fixture(params=FORMATS)

@@ -118,8 +118,16 @@ def read_config(folder: Path, name: str = CONFIG_FILE) -> ModelSpec:
 
 
 def read_shards(folder: Path) -> tuple[ModelFile, ...]:
-    """The weight files' headers, in order of name. Raises CheckpointError."""
-    return tuple(_read_shard(folder / name) for name in _shard_names(folder))
+    """The weight files' headers, in order of name. Raises CheckpointError, also where two files
+    hold a tensor of one name."""
+    shards = tuple(_read_shard(folder / name) for name in _shard_names(folder))
+    holders: dict[str, Path] = {}
+    for shard in shards:
+        for name in shard.tensors:
+            other = holders.setdefault(name, shard.path)
+            if other != shard.path:
+                raise CheckpointError(f"{shard.path}: {name} lies in {other.name}, too")
+    return shards
 
 
 def renamed(

@@ -159,6 +159,17 @@ def test_index_names_files_of_the_folder_only(folder: Path, weight_map: dict[str
         base_digest(folder)
 
 
+def test_a_tensor_in_two_files_is_refused(folder: Path) -> None:
+    """Whatever the index says: readers of other projects take the one or the other."""
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: tensors[name]}, folder / "second.safetensors")
+    weight_map = {**dict.fromkeys(tensors, "model.safetensors"), name: "second.safetensors"}
+    edit_json(folder / "model.safetensors.index.json", weight_map=weight_map)
+    with pytest.raises(CheckpointError, match=f"second.safetensors: {name} lies in model.safe"):
+        load(folder)
+
+
 @pytest.mark.parametrize("keep", [0, 4, 100, -4])
 def test_truncated_file(folder: Path, keep: int) -> None:
     path = folder / "model.safetensors"

@@ -5,7 +5,7 @@ Thread-safe: encoding lets go of the interpreter, so long prompts belong in a th
 
 import copy
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -54,6 +54,7 @@ class TextModel:
             raise ValueError(f"the tokenizer of {card.names[0]} cannot be read: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = card.split_special_tokens
         try:
             self._decoder = make_decoder(_decoder_of(self._tokenizer))
         except ValueError as error:
@@ -104,26 +105,25 @@ class TextModel:
         add_special_tokens: with the tokens that the tokenizer puts around a text. Those before it
         are left out where the text begins with them: a rendered chat has its BOS already.
         """
-        # Of the library's ways to encode, the batched ones alone release the interpreter's lock.
-        batch = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        ids: list[int] = batch[0].ids
+        encoding = self._encoding(self._tokenizer.encode_batch_fast, text, add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids[self._repeated(ids) :] if add_special_tokens else ids
 
     def encode_pair(self, text: str, other: str) -> tuple[list[int], int | None]:
         """Token ids of two texts as one, with what the tokenizer puts around and between them; and
         the place of the first that it marks as of the second text, None = it marks none.
         """
-        batch = self._tokenizer.encode_batch_fast([(text, other)], add_special_tokens=True)
-        types = batch[0].type_ids
+        encoding = self._encoding(self._tokenizer.encode_batch_fast, (text, other), True)
+        types = encoding.type_ids
         marks = self.card.token_types > 1 and 1 in types
-        return batch[0].ids, types.index(1) if marks else None
+        return encoding.ids, types.index(1) if marks else None
 
     def encode_parts(self, text: str, add_special_tokens: bool) -> tuple[list[int], list[str]]:
         """Token ids of a text, and the part of the text that each stands for: together all of it.
 
         A character of several tokens is the last one's.
         """
-        encoding = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+        encoding = self._encoding(self._tokenizer.encode_batch, text, add_special_tokens)
         starts = [start if start < stop else len(text) for start, stop in encoding.offsets]
         next_starts = list(accumulate(reversed(starts), min))[-2::-1] + [len(text)]
         parts, begin = [], 0
@@ -138,10 +138,28 @@ class TextModel:
 
     def spans(self, text: str, add_special_tokens: bool) -> Iterator[TokenSpan]:
         """Tokens of a text with the characters that they cover, as `/tokenize` lists them."""
-        batch = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
-        ids = batch[0].ids
+        encoding = self._encoding(self._tokenizer.encode_batch, text, add_special_tokens)
+        ids = encoding.ids
         repeated = self._repeated(ids) if add_special_tokens else 0
-        return (self._span(text, batch[0], i, ids[i]) for i in range(repeated, len(ids)))
+        return (self._span(text, encoding, i, ids[i]) for i in range(repeated, len(ids)))
+
+    def _encoding(
+        self,
+        encode_batch: Callable[..., list[Encoding]],
+        text: str | tuple[str, str],
+        add_special_tokens: bool,
+    ) -> Encoding:
+        """Encode a text, or a pair. encode_batch: of the library's ways to encode, the batched ones
+        alone release the interpreter's lock. Raises RequestError where the library fails: at a
+        letter without an unknown token, say. It also panics at some texts.
+        """
+        try:
+            return encode_batch([text], add_special_tokens=add_special_tokens)[0]
+        except BaseException as error:  # a panic is no Exception
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            message = f"the model's tokenizer cannot read this text: {str(error)[:200]}"
+            raise RequestError("invalid", message) from None
 
     def _span(self, text: str, encoding: Encoding, index: int, token_id: int) -> TokenSpan:
         """Finds a token's place in a text. `encoding.offsets` is not used: one list of all offsets

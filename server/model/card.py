@@ -32,7 +32,7 @@ from loraplex.server.model.tokenizer.base_templates import (
     template_tokens,
     usable_templates,
 )
-from loraplex.server.model.tokenizer.base_tokenizer import read_tokenizer
+from loraplex.server.model.tokenizer.base_tokenizer import read_tokenizer, special_token_settings
 from loraplex.server.protocol import ModelCard, VisionCard
 
 
@@ -89,6 +89,7 @@ def model_card(
         pairs=pair_form(config, names, sentence, wishes.pairs, tokenizer.token_to_id),
         vision=None if isinstance(vision, str) else vision,
         blind=vision if isinstance(vision, str) else "",
+        split_special_tokens=special_token_settings(folder).get("split_special_tokens") is True,
     )
 
 

@@ -170,6 +170,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     names: what `model` may say for the base itself; the first is shown. listed: those that
     `/v1/models` lists; () = the first. root: what the model is called where it comes from.
     tokenizer_json: the tokenizer's file, whole. chat_template: Jinja source, or None.
+    split_special_tokens: whether texts of special tokens are read as any text.
     named_templates: those that are not the default, by name. message_forms: how each template
     reads messages, the default by the name `default`; those left out cannot be used.
     special_tokens: `bos_token` and the like, by all names that the template may use.
@@ -211,6 +212,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     token_types: int = 1
     vision: VisionCard | None = None
     blind: str = ""
+    split_special_tokens: bool = False
 
     def with_head(self, own: OwnClasses) -> "ModelCard":
         """The card of the model under an adapter with a score head of its own: a classifier."""

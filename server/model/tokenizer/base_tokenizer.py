@@ -24,6 +24,7 @@ from loraplex.server.model.tokenizer.tokenizer_class import RebuiltClass, rebuil
 
 TOKENIZER_FILE = "tokenizer.json"
 _MAX_TOKENIZER_BYTES = 64 << 20
+_EXTRA, _EXTRA_BEFORE = "extra_special_tokens", "additional_special_tokens"
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 
@@ -56,9 +57,12 @@ def special_token_settings(folder: Path) -> dict[str, Any]:
     settings = read_optional_json(folder / "tokenizer_config.json")
     name = _rebuilt_class(folder, settings)
     defaults: dict[str, Any] = {} if name is None else DEFAULT_TOKENS[name]
-    if "added_tokens_decoder" in settings:
-        return defaults | settings
-    return defaults | settings | read_optional_json(folder / "special_tokens_map.json")
+    listed = settings.get(_EXTRA) or settings.get(_EXTRA_BEFORE)
+    if "added_tokens_decoder" not in settings:
+        settings |= read_optional_json(folder / "special_tokens_map.json")
+    if isinstance(listed, list):  # no other list counts
+        settings |= {_EXTRA: listed, _EXTRA_BEFORE: None}
+    return defaults | settings
 
 
 def _rebuilt_class(folder: Path, settings: Mapping[str, Any]) -> RebuiltClass | None:
@@ -145,13 +149,12 @@ class _Missing:
         return AddedToken(text, normalized=not special, special=special)
 
     def _only_named(self) -> Iterator[AddedToken]:
-        extra = self.settings.get("extra_special_tokens")
+        extra = self.settings.get(_EXTRA)
         values = self.settings | (extra if isinstance(extra, dict) else {})
         for name in (*USUAL_TOKENS, *(name for name in self.named if name not in USUAL_TOKENS)):
             if values.get(name):
                 yield _token(values[name], special=True)
-        for key in ("additional_special_tokens", "extra_special_tokens"):
-            listed = self.settings.get(key)
+        for listed in (self.settings.get(_EXTRA_BEFORE), extra):
             for value in listed if isinstance(listed, list) else ():
                 yield _token(value, special=True)
 

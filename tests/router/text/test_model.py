@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from tokenizers import AddedToken, Tokenizer, processors
+from tokenizers import AddedToken, Tokenizer, models, normalizers, processors
 
 from loraplex.router.call import RequestError
 from loraplex.router.text.model import TextModel
@@ -44,6 +44,33 @@ def test_what_a_text_begins_with_is_not_put_before_it(frame: str, text: str, exp
     ids = [library.token_to_id(token) for token in expected.split()]
     assert model.encode(text, add_special_tokens=True) == ids
     assert [span.id for span in model.spans(text, add_special_tokens=True)] == ids
+
+
+def test_special_tokens_are_texts_where_the_card_says_so() -> None:
+    text, library = "<s>a</s> b", KINDS["byte_level"]()
+    library.encode_special_tokens = True
+    model = TextModel(replace(card("byte_level"), split_special_tokens=True))
+    assert model.encode(text, add_special_tokens=True) == library.encode(text).ids
+    assert len(library.encode(text).ids) > len(text_model("byte_level").encode(text, True))
+
+
+@pytest.mark.parametrize(
+    ("added", "text"),
+    [
+        ([], "b"),  # no unknown token: the library raises
+        ([AddedToken("\n", normalized=True)], "ü"),  # nothing is left of the token: it panics
+    ],
+)
+def test_a_text_that_the_library_fails_at_is_refused(added: list[AddedToken], text: str) -> None:
+    library = Tokenizer(models.WordLevel({"a": 0}, unk_token="<unk>"))
+    library.normalizer = normalizers.Strip()
+    library.add_tokens(added)
+    model = TextModel(replace(card("words"), tokenizer_json=library.to_str()))
+    for work in (model.encode, model.encode_parts, model.spans):
+        with pytest.raises(RequestError, match="cannot read this text"):
+            work(text, False)
+    with pytest.raises(RequestError, match="cannot read this text"):
+        model.encode_pair("a", text)
 
 
 @pytest.mark.parametrize("kind", KINDS)

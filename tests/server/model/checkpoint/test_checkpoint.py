@@ -260,6 +260,9 @@ def test_card(folder: Path) -> None:
     assert (found.vocab_size, found.max_context) == (97, 256)
     assert found.sampling_defaults == {"temperature": 0.6, "top_k": 20.0}
     assert card(folder, max_context=64).max_context == 64
+    assert not found.split_special_tokens
+    edit_json(folder / "tokenizer_config.json", split_special_tokens=True)
+    assert card(folder).split_special_tokens
     extra = {"sep_token": "<sep>", "extra_special_tokens": {"call": {"content": "<call>"}}}
     edit_json(folder / "tokenizer_config.json", image_token="<image>", unk_token=None, **extra)
     assert card(folder).special_tokens == {

@@ -49,6 +49,12 @@ FILES: list[dict[str, Any]] = [
     {CONFIG: {"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]}},
     {MAP: {"additional_special_tokens": ["<|im_start|>"], "pad_token": "<tool>"}},
     {CONFIG: {"extra_special_tokens": ["<tool>", "<s>"]}},
+    {CONFIG: {"additional_special_tokens": ["<a>"], "extra_special_tokens": ["<tool>"]}},
+    {CONFIG: {"additional_special_tokens": ["<a>"], "extra_special_tokens": {"b_token": "<b>"}}},
+    {
+        CONFIG: {"additional_special_tokens": ["<|im_start|>"]},
+        MAP: {"additional_special_tokens": ["<tool>"]},
+    },
     {CONFIG: {"extra_special_tokens": {"call_token": "<tool>"}, "unk_token": None}},
     {CONFIG: {"bos_token": "<s>", "eos_token": {"content": "</s>", "__type": "AddedToken"}}},
 ]

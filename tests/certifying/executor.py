@@ -489,9 +489,9 @@ class CertifyingExecutor:
             page = pages[place]
             if self._holders[page] != {seq_row}:
                 raise ContractError(f"page {page} is written while it is shared")
-            right = mark is None
+            images = row.images[group]
             self._kv[page][offset] = (
-                row.images[group][place][offset] if right else mark + row.tag(group)
+                images[place][offset] if mark is None else mark + row.tag(group)
             )
 
     def wait_idle(self) -> None:

@@ -161,14 +161,20 @@ class ExpertWeight(msgspec.Struct, frozen=True):
 class BaseNorm(msgspec.Struct, frozen=True):
     """A norm of the base.
 
-    path: its whole name. size: numbers of its weight.
-    place: number of the step (`StepSpec`) before which the norm lies, of all steps of the model;
-        behind the last step their count. -1 = another place; adapters may not change that norm.
+    path: its whole name. size: numbers of its weight, and of its bias.
+    place, bias: of weight and bias, as `norm_place` numbers them. -1 = it has none, or lies
+        elsewhere; adapters may not change that.
     """
 
     path: str
     size: int
     place: int
+    bias: int = -1
+
+    def places(self, *, whole: bool) -> dict[str, int]:
+        """The tensors that an adapter may have, or only that of the bias -> their places."""
+        found = {f"{self.path}.weight": self.place} if whole else {}
+        return found if self.bias < 0 else found | {f"{self.path}.bias": self.bias}
 
     @property
     def name(self) -> str:
@@ -178,6 +184,18 @@ class BaseNorm(msgspec.Struct, frozen=True):
     @property
     def is_served(self) -> bool:
         return self.place >= 0
+
+
+# Where norms lie that adapters may change: before a step (`StepSpec`), on its residual sum, and
+# before its feed-forward alone. The last norm lies before the step behind all, the embedding's on
+# that step's sum.
+BEFORE, ON_SUM, BEFORE_MLP = range(3)
+
+
+def norm_place(where: int, step: int, steps: int, *, is_bias: bool = False) -> int:
+    """Numbers the weights of norms, then their biases. step: of all steps of the model, of which
+    there are `steps`."""
+    return (where + 3 * is_bias) * (steps + 1) + step
 
 
 def module_name(path: str) -> str:

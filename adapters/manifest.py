@@ -198,8 +198,8 @@ class OwnHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class OwnNorms(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The place of norms' weights, `[places, hidden]`. offset: as in `SiteLayout`.
-    places: of the norms, as in `BaseNorm`."""
+    """The place of norms' weights and biases, `[places, width of the stream]`. offset: as in
+    `SiteLayout`. places: as in `BaseNorm`."""
 
     offset: int
     places: tuple[int, ...]

@@ -5,6 +5,7 @@ It does not look at tensors (`validate`) and does not match modules (`targeting`
 
 import json
 import math
+import re
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar, cast, get_args
 
@@ -50,6 +51,8 @@ _DEFAULT_ALPHA = 8.0
 Bias = Literal["none", "all", "lora_only"]
 _TEXTS = {"true": True, "false": False}
 _Number = TypeVar("_Number", int, float)
+# How names of norms end, in any model.
+_NORM = re.compile(r"(?:.*[._])?(?:\w*norm|\w*LayerNorm|norm_?[\df]|ln_\w+)")
 
 
 class PeftConfig(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -125,7 +128,7 @@ def parse_config(data: bytes, findings: Findings) -> PeftConfig | None:
 
 def is_norm(name: str) -> bool:
     """Whether a name of `modules_to_save` is, or ends, that of a norm."""
-    return name.endswith("norm")
+    return _NORM.fullmatch(name) is not None
 
 
 def is_of_encoders(name: str) -> bool:

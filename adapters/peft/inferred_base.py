@@ -14,7 +14,12 @@ from loraplex.adapters.base import (
 )
 from loraplex.adapters.classes import HEAD_OF_CLASSES
 from loraplex.adapters.peft.config import is_norm
-from loraplex.adapters.peft.tensor_names import TensorName, parse_tensor_name, spelling_of
+from loraplex.adapters.peft.tensor_names import (
+    Naming,
+    TensorName,
+    parse_tensor_name,
+    spelling_of,
+)
 from loraplex.adapters.safetensors.header import TensorInfo
 
 _LAYER = re.compile(
@@ -64,15 +69,22 @@ def infer_base(trained_for: str, tensors: Iterable[TensorInfo]) -> BaseSpec:
             LayerModules(layer_stem(layer), of_layers, LAYER_SITES) for layer in range(num_layers)
         ),
         model_modules={k: v for k, v in modules.items() if not k.endswith("_proj")},
-        norms=tuple(_norms((naming.meant(name.path), shape) for name, shape in named)),
+        norms=tuple(_norms(named, naming)),
     )
 
 
-def _norms(named: Iterable[tuple[str | None, tuple[int, ...]]]) -> Iterator[BaseNorm]:
+def _norms(
+    named: Iterable[tuple[TensorName, tuple[int, ...]]], naming: Naming
+) -> Iterator[BaseNorm]:
     """Yields the norms of the file; only a known base says which are served."""
-    found = {path: shape[0] for path, shape in named if path and is_norm(path) and len(shape) == 1}
-    for place, (path, size) in enumerate(found.items()):
-        yield BaseNorm(path, size, place)
+    sizes, biased = dict[str, int](), set[str]()
+    for name, shape in named:
+        path = naming.meant(name.path) or ""
+        if is_norm(path) and len(shape) == 1:
+            sizes.setdefault(path, shape[0])
+            biased.update([path] if name.is_bias else [])
+    for place, (path, size) in enumerate(sizes.items()):
+        yield BaseNorm(path, size, place, place + len(sizes) if path in biased else -1)
 
 
 def _sizes(name: str, tensor: TensorName, shape: tuple[int, ...]) -> Iterable[tuple[str, int]]:

@@ -21,6 +21,7 @@ from loraplex.adapters.peft.config import (
     unserved_module,
 )
 from loraplex.adapters.peft.lora_tensors import OwnNorm, OwnScores, OwnTable
+from loraplex.adapters.peft.tensor_names import Naming, spellings_of
 from loraplex.adapters.safetensors.header import FLOAT_DTYPES, TensorInfo
 from loraplex.adapters.violations import Findings, shown
 
@@ -231,8 +232,10 @@ def check_head(config: PeftConfig, base: BaseSpec, findings: Findings) -> None:
 def place_head(
     config: PeftConfig, tensors: Mapping[str, TensorInfo], base: BaseSpec, findings: Findings
 ) -> OwnScores | None:
-    """Checks the score head. tensors: by the names of `score_parts`; empty = the file has none."""
+    """Checks the score head, if the file has one. tensors: by their names in the base, of which
+    others are passed over."""
     parts = score_parts(config, base)
+    tensors = {name: tensors[name] for name, _ in parts.tensors if name in tensors}
     if not tensors:
         if own_head(config, base) == "surely":
             head = parts.labels.removesuffix(".weight")
@@ -269,9 +272,21 @@ def _check_labels(tensor: TensorInfo, base: BaseSpec, most: int, findings: Findi
 
 
 def saved_norms(config: PeftConfig, base: BaseSpec) -> tuple[BaseNorm, ...]:
-    """Lists the base's norms that the config names."""
+    """Lists the base's norms that the config names, as any model calls them."""
     names = tuple(filter(is_norm, config.modules_to_save))
-    return tuple(norm for norm in base.norms if names and norm.path.endswith(names))
+    return tuple(norm for norm in base.norms if names and _is_called(norm, names))
+
+
+def _is_called(norm: BaseNorm, names: str | tuple[str, ...]) -> bool:
+    """Whether some model calls the norm so. names: ends of its whole name."""
+    return any(name.endswith(names) for name in spellings_of(norm.path))
+
+
+def tensors_of_norms(config: PeftConfig, base: BaseSpec) -> Iterator[str]:
+    """Yields names in the base of the tensors of norms that the adapter may have."""
+    saved = saved_norms(config, base)
+    for norm in base.norms if config.bias == "all" else saved:
+        yield from norm.places(whole=norm in saved)
 
 
 def check_norms(config: PeftConfig, base: BaseSpec, findings: Findings) -> None:
@@ -284,7 +299,7 @@ def check_norms(config: PeftConfig, base: BaseSpec, findings: Findings) -> None:
         message = "modules_to_save: norms not with alora_invocation_tokens, since they act on all"
         findings.add("unsupported_feature", "modules_to_save", message)
     for name in names:
-        if any(norm.path.endswith(name) for norm in base.norms):
+        if any(_is_called(norm, name) for norm in base.norms):
             continue
         holder = "file" if base.is_inferred else "base model"
         code = "missing_tensor" if base.is_inferred else "unsupported_feature"
@@ -293,21 +308,34 @@ def check_norms(config: PeftConfig, base: BaseSpec, findings: Findings) -> None:
     unserved = {norm.name for norm in saved_norms(config, base) if not norm.is_served}
     for name in sorted(unserved):
         message = (
-            f"modules_to_save: {name} is not served, only RMS norms before attention, before the "
-            "MLP and at the end are; merge the adapter into its base, or train it without"
+            f"modules_to_save: {name} is not served, only norms before attention, before the MLP, "
+            "on residual sums, of the embedding and at the end are; merge the adapter into its "
+            "base, or train it without"
         )
         findings.add("unsupported_feature", "modules_to_save", message)
 
 
 def place_norms(
-    config: PeftConfig, tensors: Mapping[str, TensorInfo], base: BaseSpec, findings: Findings
+    config: PeftConfig,
+    tensors: Mapping[str, TensorInfo],
+    base: BaseSpec,
+    naming: Naming,
+    findings: Findings,
 ) -> Iterator[OwnNorm]:
-    """Yields the adapter's norms, checked. tensors: by the norm's path."""
-    for norm in saved_norms(config, base):
-        tensor = tensors.get(norm.path)
-        if tensor is None:
-            message = f"modules_to_save has {norm.path}, and the file has no weights of it"
-            findings.add("missing_tensor", norm.path, message)
-            continue
-        check_floats(tensor, (norm.size,), findings)
-        yield OwnNorm(norm.name, norm.place, tensor)
+    """Yields what the adapter has of norms, checked. tensors: by their names in the base, of which
+    others are passed over. naming: how the adapter calls them.
+    """
+    names = tuple(filter(is_norm, config.modules_to_save))
+    for norm in base.norms:
+        is_saved = bool(names) and (naming.spelled(norm.path) or norm.path).endswith(names)
+        for name, place in norm.places(whole=True).items():
+            tensor, is_bias = tensors.get(name), place == norm.bias
+            if is_saved and tensor is None:
+                message = f"modules_to_save has {norm.path}, and the file has no weights of it"
+                findings.add("missing_tensor", norm.path, message)
+            elif tensor is not None and (is_saved or (is_bias and config.bias == "all")):
+                check_floats(tensor, (norm.size,), findings)
+                yield OwnNorm(norm.name, place, tensor)
+            elif tensor is not None:
+                message = f"{tensor.name}: the config does not name {norm.path} (modules_to_save)"
+                findings.add("unknown_tensor", tensor.name, message)

@@ -20,6 +20,7 @@ from loraplex.adapters.peft.lora_tensors import (
     LoraTensors,
     ModuleLora,
     OwnBias,
+    OwnNorm,
     OwnTable,
     StackedLora,
 )
@@ -280,14 +281,18 @@ class ModulePlacer:
             found.naming,
             biases,
             self._tables(),
-            place_head(self._matcher.config, found.head, self._base, self._findings),
-            tuple(place_norms(self._matcher.config, found.norms, self._base, self._findings)),
+            place_head(self._matcher.config, found.whole, self._base, self._findings),
+            tuple(self._norms()),
             len(found.of_images),
         )
 
     def _tables(self) -> tuple[OwnTable, ...]:
         config, found = self._matcher.config, self._found
         return TablePlacer(config, found.tables, found.rows, self._base, self._findings).place()
+
+    def _norms(self) -> Iterator[OwnNorm]:
+        config, found = self._matcher.config, self._found
+        return place_norms(config, found.whole, self._base, found.naming, self._findings)
 
     def _biases(self) -> Iterator[OwnBias]:
         """Yields biases that replace the base's."""

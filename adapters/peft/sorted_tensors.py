@@ -29,9 +29,9 @@ class SortedTensors(msgspec.Struct):
     pairs: path in the base -> side -> tensor. copies: short name -> a copy of the base's own
     weights. has_experts: some pairs are of modules that each expert has. biases: path -> the
     module's own bias. wrapped_biases: paths of those that PEFT has wrapped. tables, rows: short
-    name -> what the adapter has of a table, whole or for some tokens. head: of a classifier, by the
-    names of `ScoreParts`. norms: path -> the weight that the adapter has of a norm. of_images:
-    modules of a part for images, which are left out.
+    name -> what the adapter has of a table, whole or for some tokens. whole: tensors of norms and
+    of a score head, by their names in the base. of_images: modules of a part for images, which are
+    left out.
     """
 
     naming: Naming
@@ -42,8 +42,7 @@ class SortedTensors(msgspec.Struct):
     wrapped_biases: set[str] = set()
     tables: dict[str, TensorInfo] = {}
     rows: dict[str, TensorInfo] = {}
-    head: dict[str, TensorInfo] = {}
-    norms: dict[str, TensorInfo] = {}
+    whole: dict[str, TensorInfo] = {}
     of_images: set[str] = set()
 
 
@@ -57,9 +56,9 @@ def sort_tensors(
 ) -> SortedTensors:
     """Finds the module of each tensor; tensors of no module are added to `findings`.
 
-    own: tables, norms and tensors of the score head that the adapter may have whole. Tables go by
-    short names, norms by paths, tensors by their names in the base. text_part_only: LoRA of a part
-    for images is left out.
+    own: tables, and tensors of norms and of the score head, that the adapter may have whole. Tables
+    go by short names, tensors by their names in the base. text_part_only: LoRA of a part for images
+    is left out.
     """
     named = [(tensor, parse_tensor_name(tensor.name)) for tensor in tensors]
     spelling = spelling_of(name for _, name in named if name is not None)
@@ -80,7 +79,6 @@ class _Sorter:
         self, spelling: Spelling, base: BaseSpec, findings: Findings, own: frozenset[str]
     ) -> None:
         self.found = SortedTensors(spelling.naming)
-        self._norms = frozenset(norm.path for norm in base.norms) & own
         self._own = own
         self._spelling = spelling
         self._base = base
@@ -103,10 +101,8 @@ class _Sorter:
             return
         if name is None or path is None:
             self._findings.add(*self._unknown(tensor.name, name, path))
-        elif _whole_name(path, name) in self._own and not name.side:
-            self._put(self.found.head, _whole_name(path, name), tensor, name)
-        elif path in self._norms and name.is_weight:
-            self._put(self.found.norms, path, tensor, name)
+        elif _whole_name(path, name) in self._own:
+            self._put(self.found.whole, _whole_name(path, name), tensor, name)
         elif name.is_bias and path in self._table:
             self._put(self.found.biases, path, tensor, name)
             if name.is_wrapped and self.found.biases.get(path) is tensor:
@@ -124,13 +120,17 @@ class _Sorter:
             self._add_side(tensor, name, path)
 
     def _is_beside_own(self, name: TensorName) -> bool:
-        """Whether this is a second copy of a table in `modules_to_save`.
+        """Whether this is a second copy of what `modules_to_save` names.
 
-        PEFT also writes the base's table, and resized tables twice. It loads neither copy.
+        PEFT also writes the base's table, resized tables twice, and with `bias` all biases twice.
+        It computes with neither copy.
         """
         head, _, last = name.path.rpartition(".")
         path = meant_by_any(head) if last in _BESIDE_OWN else None
-        return path in self._table and self._table[path].name in self._own
+        if path is None:
+            return False
+        is_table = path in self._table and self._table[path].name in self._own
+        return is_table or _whole_name(path, name) in self._own
 
     def _put(
         self, found: dict[str, TensorInfo], key: str, tensor: TensorInfo, name: TensorName
@@ -202,6 +202,9 @@ class _Sorter:
         """Describes a tensor that has no place, as a code, a subject and a message. stored_name:
         the tensor's, in the file. path: what the module would be in the base.
         """
+        if name is not None and name.is_bias:
+            message = f"{stored_name}: an own bias of {name.path} is not served"
+            return "unknown_tensor", stored_name, message
         if name is None or not name.side:
             expected = "expected names such as base_model.model.MODULE.lora_A.weight"
             message = f"{stored_name}: not a tensor of plain LoRA on this base model; {expected}"
@@ -226,7 +229,9 @@ class _Sorter:
 
 
 def _whole_name(path: str, name: TensorName) -> str:
-    """The name in the base of a tensor of its own weights."""
+    """The name in the base of a tensor of its own weights; "" = it is none of these."""
+    if name.side or name.is_rows or name.is_wrapped:
+        return ""
     return f"{path}.{'bias' if name.is_bias else 'weight'}"
 
 

@@ -51,6 +51,10 @@ _EMBEDDING, _OUTPUT = "embed_tokens", "lm_head"
 _WITHIN = "the text model within a larger model"
 # Begins of names in MLPs of GPT-2 and its kin.
 _OF_MLPS = ("mlp.w", "mlp.c", "mlp.fc_")
+_NORMS_OF_LAYERS = ("input_layernorm", "post_attention_layernorm")
+# What models call norms outside of layers, and the base's names of these.
+_LN_F, _NORM_F, _FINAL = (((name, "norm"),) for name in ("ln_f", "norm_f", "final_layer_norm"))
+_OF_EMBEDDING = "word_embeddings_layernorm"
 # Parts beside that text model.
 _TOWERS = (
     "vision_tower|vision_model|visual|multi_modal_projector|mm_projector|connector|image_tower|"
@@ -86,11 +90,6 @@ class TensorName(msgspec.Struct, frozen=True):
     is_rows: bool = False
 
     @property
-    def is_weight(self) -> bool:
-        """Whether it is the module's own weight, whole."""
-        return not self.side and not self.is_bias and not self.is_rows
-
-    @property
     def is_of_outputs(self) -> bool:
         """Whether the tensor has a number for each output of the module."""
         return self.is_bias or self.side in ("M", "b")
@@ -103,6 +102,7 @@ class Naming(msgspec.Struct, frozen=True):
     head: the text before `lm_head` or `score`; None = the model has neither. layers: the text
     before a layer's number. modules: begins of a module's path in a layer; () = any.
     embedding: the name of the embedding; "" = it cannot be adapted. output: the name of `lm_head`.
+    norms: names of norms in the body, with the base's; of models whose layers hold named modules.
     pooler_in_head: modules outside of layers lie where `lm_head` does, else in the body. tower: the
     text before the parts for images; None = there are none.
     """
@@ -114,6 +114,7 @@ class Naming(msgspec.Struct, frozen=True):
     modules: tuple[str, ...] = ()
     embedding: str = _EMBEDDING
     output: str = _OUTPUT
+    norms: tuple[tuple[str, str], ...] = ()
     pooler_in_head: bool = False
     tower: str | None = None
 
@@ -130,12 +131,15 @@ class Naming(msgspec.Struct, frozen=True):
             rest = path.removeprefix(_BODY)
             if rest == _EMBEDDING:
                 return self.body + self.embedding if self.embedding else None
+            own = next((own for own, name in self.norms if name == rest), None)
+            if own is not None:
+                return self.body + own
             if not rest.startswith(_LAYERS):
                 return None if self.modules and not _is_beside(rest) else self._beside + rest
             within = rest.removeprefix(_LAYERS)
             return self.body + self.layers + within if self._has(within) else None
-        own = self.output if path == _OUTPUT else path
-        return None if self.head is None else self.head + own
+        name = self.output if path == _OUTPUT else path
+        return None if self.head is None else self.head + name
 
     def meant(self, path: str) -> str | None:
         """The module of the base that the trained model calls so, if it can be one."""
@@ -147,8 +151,12 @@ class Naming(msgspec.Struct, frozen=True):
         if path.startswith(self.body) and rest.startswith(self.layers):
             within = rest.removeprefix(self.layers)
             return _BODY + _LAYERS + within if self._has(within) else None
-        if path.startswith(self.body) and rest.startswith(_OF_BODY) and not self.modules:
+        is_of_body = path.startswith(self.body) and rest.partition(".")[0] in _OF_BODY
+        if is_of_body and not self.modules:
             return _BODY + rest
+        norm = dict(self.norms).get(rest) if path.startswith(self.body) else None
+        if norm is not None:
+            return _BODY + norm
         if self.embedding and path == self.body + self.embedding:
             return _BODY + _EMBEDDING
         if path.startswith(self._beside) and _is_beside(path.removeprefix(self._beside)):
@@ -179,38 +187,60 @@ NAMINGS = (
     Naming(_WITHIN, "language_model.", None, tower=""),
     Naming(_WITHIN, "model.text_model.", "", tower=_BODY),
     Naming(_WITHIN, "text_model.", None, tower=""),
-    Naming("a model with GPT-2's names", "transformer.", "", "h.", ("attn.", *_OF_MLPS), "wte"),
+    Naming(
+        "a model with GPT-2's names",
+        "transformer.",
+        "",
+        "h.",
+        ("attn.", *_OF_MLPS, "ln_"),
+        "wte",
+        norms=_LN_F,
+    ),
     Naming(
         "a model with Falcon's names",
         "transformer.",
         "",
         "h.",
-        ("self_attention.", "mlp.dense"),
+        ("self_attention.", "mlp.dense", *_NORMS_OF_LAYERS, "ln_"),
         "word_embeddings",
+        norms=(*_LN_F, (_OF_EMBEDDING, _OF_EMBEDDING)),
     ),
     Naming(
         "a model with MPT's or DBRX's names",
         "transformer.",
         "",
         "blocks.",
-        ("attn.", "ffn.", "norm_attn_norm."),
+        ("attn.", "ffn.", "norm_"),
         "wte",
+        norms=_NORM_F,
     ),
     *(
         Naming(
-            "a model with Nemotron-H's names", body, "", modules=("mixer.",), embedding="embeddings"
+            "a model with Nemotron-H's names",
+            body,
+            "",
+            modules=("mixer.", "norm"),
+            embedding="embeddings",
+            norms=_NORM_F,
         )
         for body in ("backbone.", _BODY)
     ),
-    Naming("a model with OPT's names", "model.decoder.", "", modules=("self_attn.", "fc")),
+    Naming(
+        "a model with OPT's names",
+        "model.decoder.",
+        "",
+        modules=("self_attn", "fc", "final_layer_norm"),
+        norms=_FINAL,
+    ),
     *(
         Naming(
             "a model with GPT-NeoX's names",
             "gpt_neox.",
             "",
-            modules=("attention.", "mlp.dense"),
+            modules=("attention.", "mlp.dense", *_NORMS_OF_LAYERS),
             embedding="embed_in",
             output=output,
+            norms=_FINAL,
         )
         for output in (_OUTPUT, "embed_out")
     ),
@@ -222,6 +252,7 @@ NAMINGS = (
             "encoder.layer.",
             ("attention.", "intermediate.", "output."),
             "embeddings.word_embeddings",
+            norms=(("embeddings.LayerNorm", "embed_norm"),),
             pooler_in_head=body == "deberta.",
         )
         for body in ("bert.", "roberta.", "electra.", "mpnet.", "deberta.", "")
@@ -232,8 +263,9 @@ NAMINGS = (
             body,
             "" if body else None,
             "transformer.layer.",
-            ("attention.", "ffn."),
+            ("attention.", "ffn.", "sa_layer_norm", "output_layer_norm"),
             "embeddings.word_embeddings",
+            norms=(("embeddings.LayerNorm", "embed_norm"),),
         )
         for body in ("distilbert.", "")
     ),
@@ -242,8 +274,9 @@ NAMINGS = (
             "a model with ModernBERT's names",
             body,
             "" if body else None,
-            modules=("attn.W", "mlp.W"),
+            modules=("attn.W", "mlp.W", "attn_norm", "mlp_norm"),
             embedding="embeddings.tok_embeddings",
+            norms=(("embeddings.norm", "embed_norm"), ("final_norm", "norm")),
         )
         for body in (_BODY, "")
     ),
@@ -337,6 +370,11 @@ def spelling_of(names: Iterable[TensorName]) -> Spelling:
 def is_of_images(path: str) -> bool:
     """Whether a larger model calls a module, or a tensor, of its part for images so."""
     return _OF_IMAGES.fullmatch(path) is not None
+
+
+def spellings_of(path: str) -> tuple[str, ...]:
+    """The names of a module of the base in any model, and in the base."""
+    return path, *filter(None, (naming.spelled(path) for naming in NAMINGS))
 
 
 def meant_by_any(path: str) -> str | None:

@@ -18,8 +18,8 @@ from loraplex.adapters.peft.own_weights import (
     check_norms,
     check_tables,
     own_head,
-    saved_norms,
     score_parts,
+    tensors_of_norms,
     whole_tables,
 )
 from loraplex.adapters.peft.placing import ModulePlacer
@@ -143,11 +143,10 @@ def _part(base: BaseSpec, limits: AdapterLimits) -> BaseSpec:
 
 
 def whole_modules(config: PeftConfig, base: BaseSpec) -> frozenset[str]:
-    """Short names of tables that the adapter has, or may have, whole; of norms their paths; of a
-    score head names of tensors."""
+    """Short names of tables that the adapter has, or may have, whole; of norms and of a score head
+    names of tensors."""
     head = () if own_head(config, base) == "none" else dict(score_parts(config, base).tensors)
-    norms = (norm.path for norm in saved_norms(config, base))
-    return whole_tables(config, base).union(head, norms)
+    return whole_tables(config, base).union(head, tensors_of_norms(config, base))
 
 
 def check_config(

@@ -200,8 +200,8 @@ def head_rows(head: OwnHead, scores: OwnScores, item_bytes: int) -> Iterator[Pla
 
 
 def norm_rows(norms: OwnNorms, base: BaseSpec, item_bytes: int) -> PlacedMatrix:
-    """Weights of norms, `[places, hidden]`."""
-    shape = (len(norms.places), base.hidden_size)
+    """Weights and biases of norms, `[places, width of the stream]`."""
+    shape = (len(norms.places), max(norm.size for norm in base.norms if norm.is_served))
     return PlacedMatrix(norms.offset, shape, math.prod(shape) * item_bytes)
 
 

@@ -7,7 +7,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from loraplex.adapters.base import LAYER_INPUTS, Role
+from loraplex.adapters.base import BEFORE, BEFORE_MLP, LAYER_INPUTS, ON_SUM, Role, norm_place
 from loraplex.server.model.latent_weights import LatentWeights
 from loraplex.server.model.linear.experts import MoeWeights
 from loraplex.server.model.linear.linear import Linear
@@ -151,6 +151,7 @@ class Decoder(Generic[P, L, Y]):
                 of_layers, spec.steps, sites.branches, strict=False
             )
         )
+        self._num_steps = len(spec.steps)
         self._mixing = [n for n, step in enumerate(self._steps) if step.mixer is not None]
         self.mixers = tuple(step.mixer for step in self._steps if step.mixer)
         writers = (n for n, mixer in enumerate(self.mixers) if not self._reads_others(mixer))
@@ -344,7 +345,9 @@ class Decoder(Generic[P, L, Y]):
         if beside.positions is not None:
             hidden = hidden + beside.positions[positions]
         if beside.norm is not None:
-            hidden = self.ops.norm(hidden, beside.norm)
+            of_embedding = self.ops.norm(hidden, beside.norm)
+            at = self._place(ON_SUM, self._num_steps)
+            hidden = self._with_own(of_embedding, hidden, lora, at, beside.norm)
         if projection is not None and not first:
             hidden = self._beside(hidden, projection, lora, "project_in")
         of = self.spec.pictures
@@ -408,7 +411,7 @@ class Decoder(Generic[P, L, Y]):
         """The sum of a step's feed-forwards; where norms lie behind these, over all devices."""
         step, ops = self._steps[number], self.ops
         deltas = (
-            run(normed if pre is None else ops.norm(stream.hidden, pre), stream, lora)
+            run(self._read(number, normed, pre, stream, lora), stream, lora)
             for run, (pre, _) in zip(step.feed_forwards, step.own, strict=True)
         )
         if not step.sums_normed:
@@ -422,6 +425,15 @@ class Decoder(Generic[P, L, Y]):
                 total = ops.norm(ops.complete(delta), post)
         assert total is not None
         return ops.completed(total)
+
+    def _read(
+        self, number: int, normed: torch.Tensor, norm: Norm | None, stream: Stream, lora: L | None
+    ) -> torch.Tensor:
+        """A feed-forward's input: what its step reads, or the stream behind a norm of its own."""
+        if norm is None:
+            return normed
+        at, hidden = self._place(BEFORE_MLP, number), stream.hidden
+        return self._with_own(self.ops.norm(hidden, norm), hidden, lora, at, norm)
 
     def _summed(
         self,
@@ -437,13 +449,15 @@ class Decoder(Generic[P, L, Y]):
         if not step.sums_normed:
             delta = self.ops.reduce(delta)
         if step.after is not None:
-            hidden, _ = self.ops.add_norm(delta, hidden, step.after, step.post, step.factors)
+            of_sum, total = self.ops.add_norm(delta, hidden, step.after, step.post, step.factors)
+            hidden = self._with_own(of_sum, total, lora, self._place(ON_SUM, number), step.after)
             normed = hidden if norm is None else self.ops.norm(hidden, norm)
         else:
             normed, hidden = self.ops.add_norm(delta, hidden, norm, step.post, step.factors)
         if last is not None and self._reads_last(number + 1):
             return last, hidden
-        normed = self._with_own(normed, hidden, lora, number + 1)
+        if norm is not None:
+            normed = self._with_own(normed, hidden, lora, self._place(BEFORE, number + 1), norm)
         # The next sum may write to where this one lies.
         return normed.clone() if self._reads_last(number + 2) else normed, hidden
 
@@ -455,16 +469,20 @@ class Decoder(Generic[P, L, Y]):
         norm = self._steps[number].pre
         if norm is None:
             return hidden
-        return self._with_own(self.ops.norm(hidden, norm), hidden, lora, number)
+        at = self._place(BEFORE, number)
+        return self._with_own(self.ops.norm(hidden, norm), hidden, lora, at, norm)
+
+    def _place(self, where: int, step: int) -> int:
+        return norm_place(where, step, self._num_steps)
 
     def _with_own(
-        self, normed: torch.Tensor, hidden: torch.Tensor, lora: L | None, place: int
+        self, normed: torch.Tensor, hidden: torch.Tensor, lora: L | None, place: int, norm: Norm
     ) -> torch.Tensor:
-        """Norm again where adapters have a norm weight of their own. place: of the norm
-        (`BaseNorm`).
+        """Norm again where adapters have a weight or a bias of their own. place: as `norm_place`
+        numbers it.
         """
         if lora is not None:
-            self.ops.norm_own(normed, hidden, lora, place)
+            self.ops.norm_own(normed, hidden, lora, place, norm)
         return normed
 
     def _mlp(

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from loraplex.adapters.slab.layout import num_vectors
-from loraplex.server.model.lora.own_rows import OwnRows, ids_on, norms_of
+from loraplex.server.model.lora.own_rows import NormParts, OwnRows, ids_on, norms_of
 from loraplex.server.model.lora.sites import PlacedAdapter, Site, Sites
-from loraplex.server.model.weights import Norm, ScoreTensors
+from loraplex.server.model.weights import ScoreTensors
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -148,16 +148,15 @@ class Adapter:
             for table in self.placed.tables
         }
 
-    def own_norms(self) -> dict[int, Norm]:
-        """Return the adapter's own norms by place, as of `BaseNorm`. Queues on the current stream
-        the work on stored weights.
+    def own_norms(self) -> dict[int, NormParts]:
+        """Return what the adapter has of norms. Queues on the current stream the work on stored
+        weights.
         """
         placed = self.placed.norms
         if placed is None:
             return {}
-        hidden = self._sites.lm_head.in_features
-        weights = self._view(placed.begin, (len(placed.places), hidden))
-        return norms_of(weights, placed.places, self._sites.norms)
+        rows = self._view(placed.begin, (len(placed.places), self._sites.norm_size))
+        return norms_of(rows, placed.places, self._sites.norms)
 
     def head(self) -> ScoreTensors:
         """Tensors of a score head of its own, views into the arena."""

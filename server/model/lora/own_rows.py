@@ -1,5 +1,5 @@
-"""Rows of the embedding and the head, and weights of norms, that an adapter has in place of the
-base's, in one batch.
+"""Rows of the embedding and the head, and weights and biases of norms, that an adapter has in
+place of the base's, in one batch.
 
 They lie outside graphs, so the host knows whose tokens lie where. What is launched waits for
 nothing, and costs other tokens nothing.
@@ -57,14 +57,27 @@ class OwnRows:
         y[:, self.size :] = NEVER
 
 
-class OwnParts(NamedTuple):
-    """Rows and norms that an adapter has in place of the base's. rows: by site.
+class NormParts(NamedTuple):
+    """Tensors in place of those of a norm, `[hidden]` each. None = the base's."""
 
-    norms: by place (`BaseNorm`).
+    weight: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+    def within(self, norm: Norm) -> Norm:
+        """Return the norm with these parts."""
+        weight = norm.weight if self.weight is None else self.weight
+        if isinstance(norm, RmsNorm):
+            return norm._replace(weight=weight)
+        return norm._replace(weight=weight, bias=norm.bias if self.bias is None else self.bias)
+
+
+class OwnParts(NamedTuple):
+    """Rows and norms that an adapter has in place of the base's. rows: by site. norms: by place of
+    the weight (`norm_place`).
     """
 
     rows: Mapping[int, OwnRows]
-    norms: Mapping[int, Norm]
+    norms: Mapping[int, NormParts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +87,7 @@ class OwnSegment:
     begin: int
     end: int
     by_site: Mapping[int, OwnRows]
-    norms: Mapping[int, Norm]
+    norms: Mapping[int, NormParts]
 
 
 def ids_on(device: torch.device, ids: tuple[int, ...] | None) -> torch.Tensor | None:
@@ -86,17 +99,21 @@ def ids_on(device: torch.device, ids: tuple[int, ...] | None) -> torch.Tensor | 
 
 
 def norms_of(
-    weights: torch.Tensor, places: Sequence[int], specs: Sequence[NormSpec | None]
-) -> dict[int, Norm]:
-    """Return the adapter's own norms by place. weights: as stored, `[places, hidden]`. specs: of
-    all places. Work is queued on the current stream.
+    rows: torch.Tensor, places: Sequence[int], specs: Sequence[NormSpec | None]
+) -> dict[int, NormParts]:
+    """Return what an adapter has of norms. rows: as stored, `[places, hidden]`. specs: of all
+    places. Work is queued on the current stream.
     """
-    found: dict[int, Norm] = {}
-    for place, weight in zip(places, weights, strict=True):
-        spec = specs[place]
+    found: dict[int, NormParts] = {}
+    for place, row in zip(places, rows, strict=True):
+        spec, (is_bias, of_norm) = specs[place], divmod(place, len(specs) // 2)
         assert spec is not None
-        own = weight.float() + spec.offset if spec.offset else weight
-        found[place] = RmsNorm(own, spec.epsilon)
+        own = row
+        if not is_bias and spec.offset:
+            own = row.float() + spec.offset
+            own = own if spec.kind == "rms" else own.to(row.dtype)
+        parts = found.get(of_norm, NormParts())
+        found[of_norm] = parts._replace(bias=own) if is_bias else parts._replace(weight=own)
     return found
 
 
@@ -132,17 +149,18 @@ def embed_own(
 def norm_own(
     segments: tuple[OwnSegment, ...],
     place: int,
+    norm: Norm,
     hidden: torch.Tensor,
     normed: torch.Tensor,
-    rms_norm: Callable[[torch.Tensor, Norm], torch.Tensor],
+    run: Callable[[torch.Tensor, Norm], torch.Tensor],
 ) -> None:
-    """Norm again those rows whose adapter has its own weight. normed `[tokens, hidden]` holds the
-    base's norm of hidden `[tokens, hidden]`, and is changed in place.
+    """Norm again those rows whose adapter has its own weight or bias. norm: the base's. normed
+    `[tokens, hidden]` holds that of hidden `[tokens, hidden]`, and is changed in place. run: norms.
     """
     for segment in segments:
-        norm, part = segment.norms.get(place), slice(segment.begin, segment.end)
-        if norm is not None:
-            normed[part] = rms_norm(hidden[part], norm)
+        own, part = segment.norms.get(place), slice(segment.begin, segment.end)
+        if own is not None:
+            normed[part] = run(hidden[part], own.within(norm))
 
 
 def own_logits(

@@ -19,7 +19,7 @@ from loraplex.adapters.slab.layout import num_vectors
 from loraplex.adapters.token_rows import ids_of_shard, rows_of_each
 from loraplex.server.kernels.lora.table import MAX_PROJECTIONS
 from loraplex.server.model.spec.linear_spec import LinearSpec
-from loraplex.server.model.spec.model_spec import ModelSpec, NormSpec, StepSpec
+from loraplex.server.model.spec.model_spec import ModelSpec, StepSpec
 
 _FLOAT32_BYTES = 4
 # Offsets and bytes of matrices -> where they begin in the arena.
@@ -55,8 +55,8 @@ class Sites:
     layers, by role (`beside`), then `lm_head`.
 
     in_features: int64 `[sites]`. out_features: int64 `[sites, 3]`, 0 = no such projection.
-    branches: those of each step of the model, branch by branch. norms: by place, as of `BaseNorm`;
-    None = there is none.
+    branches: those of each step of the model, branch by branch. norms: of weights, then of biases,
+    by place (`norm_place`); None = there is none.
     outside: bool `[sites]`, True for the embedding and the head. products: int64 `[sites]`, how
     many there are, one for each expert. of_experts, routers: bool `[sites]`. vocab_size: of the
     whole model.
@@ -79,7 +79,9 @@ class Sites:
         self.beside = {linear.role: self._add(-1, linear) for linear in model.beside}
         self.lm_head = self._add(-1, model.head.linear)
         self._add_beside(model, first_layer + model.num_layers)
-        self.norms: tuple[NormSpec | None, ...] = (*(step.pre for _, step in steps), model.norm)
+        biased = (norm if norm and norm.bias else None for norm in model.placed_norms)
+        self.norms = (*model.placed_norms, *biased)
+        self.norm_size = model.hidden_size
         self._score = model.score
         self._places = {(site.layer, site.role): site for site in self._all}
         self.in_features = np.array([site.in_features for site in self._all])
@@ -220,7 +222,8 @@ class PlacedHead:
 
 @dataclass(frozen=True, slots=True)
 class PlacedNorms:
-    """Weights of norms. begin: bytes from the arena's start. places: as of `BaseNorm`."""
+    """Weights and biases of norms. begin: bytes from the arena's start. places: as of
+    `BaseNorm`."""
 
     begin: int
     places: tuple[int, ...]
@@ -318,7 +321,7 @@ def _place_norms(
     there = range(len(known.norms))
     if not all(place in there and known.norms[place] is not None for place in places):
         raise ValueError("weights of norms that the model does not have")
-    nbytes = len(places) * known.lm_head.in_features * item_bytes
+    nbytes = len(places) * known.norm_size * item_bytes
     (begin,) = find(_int64([layout.norms.offset]), _int64([nbytes]))
     return PlacedNorms(int(begin), places)
 

@@ -309,9 +309,11 @@ class Ops(Protocol[P, L, Y]):
         """Norm over the last dimension, in float32."""
         ...
 
-    def norm_own(self, normed: torch.Tensor, hidden: torch.Tensor, lora: L, place: int) -> None:
-        """Norm hidden again, in normed, for tokens whose adapter has a weight of its own at the
-        place (`BaseNorm`).
+    def norm_own(
+        self, normed: torch.Tensor, hidden: torch.Tensor, lora: L, place: int, norm: Norm
+    ) -> None:
+        """Norm hidden again, in normed, for tokens whose adapter has a weight or a bias of its own
+        at the place (`norm_place`), where the base has this norm.
         """
         ...
 

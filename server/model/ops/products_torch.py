@@ -196,9 +196,9 @@ class TorchProducts:
         return rms_norm(x, norm)
 
     def norm_own(
-        self, normed: torch.Tensor, hidden: torch.Tensor, lora: LoraBatch, place: int
+        self, normed: torch.Tensor, hidden: torch.Tensor, lora: LoraBatch, place: int, norm: Norm
     ) -> None:
-        norm_own(lora.own, place, hidden, normed, self.norm)
+        norm_own(lora.own, place, norm, hidden, normed, self.norm)
 
     def add_norm(
         self,

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import chain
 
 from msgspec.structs import replace
 
@@ -14,6 +15,7 @@ from loraplex.adapters.base import (
     ScoreParts,
     layer_path,
     layer_stem,
+    norm_place,
 )
 from loraplex.adapters.peft.tensor_names import is_of_images
 from loraplex.adapters.sharding import UNGROUPED
@@ -56,7 +58,7 @@ def base_spec(
         tokens=tokens,
         eos_token_ids=eos_token_ids,
         is_tied=model.head.tied,
-        norms=tuple(_norms(model)),
+        norms=_norms(model),
         num_classes=0 if model.classes is None else len(model.classes.labels),
         score_heads=() if model.is_decoder else tuple(_score_parts(model)),
         unread=model.unread_modules,
@@ -76,26 +78,34 @@ def _score_parts(model: ModelSpec) -> Iterator[ScoreParts]:
         yield ScoreParts(tensors, score.pooling == "all")
 
 
-def _norms(model: ModelSpec) -> Iterator[BaseNorm]:
-    """Yields all norms. Adapters may change those before steps, and the last one."""
-    place = 0
+def _norms(model: ModelSpec) -> tuple[BaseNorm, ...]:
+    """List all norms."""
+    steps, found = len(model.steps), dict[str, BaseNorm]()
+    layers = [index for index, layer in enumerate(model.layers) for _ in layer.steps]
+    for place, norm in enumerate(model.placed_norms):
+        if norm is not None:
+            where, step = divmod(place, steps + 1)
+            path = norm.path if step == steps else layer_path(layers[step], norm.path)
+            bias = norm_place(where, step, steps, is_bias=True) if norm.bias else -1
+            found[path] = BaseNorm(path, norm.size, place, bias)
+    for path, norm in _named_norms(model):
+        found.setdefault(path, BaseNorm(path, norm.size, -1))
+    return tuple(found.values())
+
+
+def _named_norms(model: ModelSpec) -> Iterator[tuple[str, NormSpec]]:
+    """Yield norms of any kind, with their whole names."""
     for index, layer in enumerate(model.layers):
         for step in layer.steps:
-            others: list[NormSpec | None] = [*step.other_norms]
-            for branch in step.branches:
-                if isinstance(branch, AttentionSpec):
-                    others += branch.inner_norms
-            for norm, at in ((step.pre, place), *((norm, -1) for norm in others)):
+            attentions = (each for each in step.branches if isinstance(each, AttentionSpec))
+            inner = chain.from_iterable(each.inner_norms for each in attentions)
+            for norm in (step.pre, *step.other_norms, *inner):
                 if norm is not None:
-                    yield _norm(norm, layer_path(index, norm.path), at)
-            place += 1
-    yield _norm(model.norm, model.norm.path, place)
-    if model.embedding.inputs is not None:
-        yield _norm(model.embedding.inputs.norm, model.embedding.inputs.norm.path, -1)
-
-
-def _norm(norm: NormSpec, path: str, place: int) -> BaseNorm:
-    return BaseNorm(path, norm.size, place if norm.kind == "rms" else -1)
+                    yield layer_path(index, norm.path), norm
+    inputs = model.embedding.inputs
+    for other in (model.norm, model.embedding.norm, None if inputs is None else inputs.norm):
+        if other is not None:
+            yield other.path, other
 
 
 def _layers(model: ModelSpec) -> Iterator[LayerModules]:

@@ -196,6 +196,12 @@ class StepSpec(msgspec.Struct, frozen=True):
     after: NormSpec | None = None
 
     @property
+    def pre_feed(self) -> NormSpec | None:
+        """The norm that a feed-forward has before it, where one alone has some."""
+        found = [norms.pre for norms in self.own if norms.pre is not None]
+        return found[0] if len(found) == 1 else None
+
+    @property
     def other_norms(self) -> tuple[NormSpec, ...]:
         """The norms but `pre`: those of the sum, before and behind it, and those of branches."""
         norms = (self.post, self.after, *chain.from_iterable(self.own))
@@ -394,6 +400,19 @@ class ModelSpec(msgspec.Struct, frozen=True):
         inputs = self.embedding.inputs
         found = (self.embedding.projection, None if inputs is None else inputs.linear, self.output)
         return tuple(linear for linear in found if linear is not None)
+
+    @property
+    def placed_norms(self) -> tuple[NormSpec | None, ...]:
+        """The norms at all places of weights (`norm_place`); None = none, or adapters may not
+        change it."""
+        steps, embedding = self.steps, self.embedding.norm
+        before = (*(step.pre for step in steps), self.norm)
+        on_sums = (*(step.after for step in steps), embedding)
+        found = (*before, *on_sums, *(step.pre_feed for step in steps), None)
+        return tuple(
+            norm if norm and norm.has_weight and norm.size == self.hidden_size else None
+            for norm in found
+        )
 
     @property
     def steps(self) -> tuple[StepSpec, ...]:

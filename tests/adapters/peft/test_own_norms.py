@@ -48,10 +48,17 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def written(
-    folder: Path, norms: Shapes, names: list[str], value: float = 0.5, **config: Any
+    folder: Path,
+    norms: Shapes,
+    names: list[str],
+    value: float = 0.5,
+    body: str = PREFIX,
+    **config: Any,
 ) -> Path:
+    """body: what the adapter calls the base's."""
     folder.mkdir()
-    tensors = lora_tensors(BASE, targets=("q_proj",))
+    found = lora_tensors(BASE, targets=("q_proj",))
+    tensors = {name.replace(PREFIX, body, 1): numbers for name, numbers in found.items()}
     for name, shape in norms.items():
         tensors[name] = np.full(shape, value, np.float32)
     config |= {"modules_to_save": names}
@@ -79,6 +86,62 @@ def test_what_is_accepted(
     assert set(judged.manifest.targets) == {name.rpartition(".")[2] for name in names} | {"q_proj"}
     assert judged.manifest.nbytes == sum(tensor.nbytes for tensor in judged.tensors.tensors)
     assert len(judge_folder(folder, None, LIMITS).tensors.norms) == len(places)
+
+
+# A model that calls its LayerNorms otherwise.
+INNER, LAST = "self_attn_layer_norm", "final_layer_norm"
+NORMED = msgspec.structs.replace(
+    _PLAIN,
+    norms=(
+        BaseNorm(f"model.layers.0.{INNER}", HIDDEN, 0, 9),
+        BaseNorm("model.norm", HIDDEN, 4, 13),
+    ),
+)
+OPT = f"{PREFIX}.decoder"
+LN_1, LN_F = (
+    {f"{OPT}.{name}.{part}": (HIDDEN,) for part in ("weight", "bias")}
+    for name in (f"layers.0.{INNER}", LAST)
+)
+ALL = {name: shape for name, shape in (LN_1 | LN_F).items() if name.endswith("bias")}
+# What PEFT saves beside modules of `modules_to_save` where `bias` is all.
+COPIES = {f"{OPT}.{LAST}.{copy}.bias": (HIDDEN,) for copy in ("original_module", "modules_to_save")}
+
+
+@pytest.mark.parametrize(
+    ("norms", "names", "bias", "places"),
+    [
+        (ALL, [], "all", [9, 13]),
+        ({}, [], "all", []),
+        (LN_1, [INNER], "none", [0, 9]),
+        (LN_F, [LAST], "none", [4, 13]),
+        (LN_1 | LN_F, [f"layers.0.{INNER}", f"decoder.{LAST}"], "lora_only", [0, 9, 4, 13]),
+        (ALL | LN_F | COPIES, [LAST], "all", [9, 4, 13]),
+    ],
+)
+def test_biases_of_layer_norms(
+    tmp_path: Path, norms: Shapes, names: list[str], bias: str, places: list[int]
+) -> None:
+    folder = written(tmp_path / "a", norms, names, body=OPT, bias=bias)
+    judged = judge_folder(folder, NORMED, LIMITS)
+    assert [norm.place for norm in judged.tensors.norms] == places
+
+
+@pytest.mark.parametrize(
+    ("norms", "names", "bias", "code"),
+    [
+        (ALL, [], "lora_only", "unknown_tensor"),
+        (ALL, [INNER], "all", "missing_tensor"),
+        (LN_1, [], "all", "unknown_tensor"),
+        (LN_F, ["model.norm"], "none", "unknown_tensor"),
+        ({f"{OPT}.layers.0.other_norm.bias": (HIDDEN,)}, [], "all", "unknown_tensor"),
+    ],
+)
+def test_biases_that_do_not_fit(
+    tmp_path: Path, norms: Shapes, names: list[str], bias: str, code: str
+) -> None:
+    """PEFT would leave out what the config does not name as the trained model does."""
+    folder = written(tmp_path / "a", norms, names, body=OPT, bias=bias)
+    assert {reason.code for reason in reasons(folder, NORMED)} == {code}
 
 
 def reasons(folder: Path, base: BaseSpec = BASE) -> tuple[Violation, ...]:

@@ -290,9 +290,9 @@ class CudaOps:
         return x
 
     def norm_own(
-        self, normed: torch.Tensor, hidden: torch.Tensor, lora: DeviceLora, place: int
+        self, normed: torch.Tensor, hidden: torch.Tensor, lora: DeviceLora, place: int, norm: Norm
     ) -> None:
-        norm_own(lora.own, place, hidden, normed, self.norm)
+        norm_own(lora.own, place, norm, hidden, normed, self.norm)
         self.products.note(normed, None)
 
     def add_norm(

@@ -6,6 +6,7 @@ import torch
 from peft import LoraConfig, PeftModel
 
 from loraplex.adapters.manifest import SlabLayout
+from tests.server.model.families.variants import VARIANTS
 from tests.server.model.hub_models import add_adapter, make_model
 from tests.server.model.slabs import pack
 
@@ -13,10 +14,41 @@ FEW = ["q_proj", "down_proj"]
 BEFORE_ATTENTION, AT_END = "input_layernorm", "model.norm"
 # What Gemma calls otherwise.
 BEFORE_MLP = {"gemma2": "pre_feedforward_layernorm", "gemma3": "pre_feedforward_layernorm"}
+# Norms of families without that of the MLP, or with other names; the one behind all layers last.
+_OF_OPT, _OF_FALCON = ["self_attn_layer_norm", "final_layer_norm"], ["input_layernorm", "ln_f"]
+OTHERS = {
+    "gpt2": ["ln_1", "ln_2", "ln_f"],
+    "gpt-neox": [BEFORE_ATTENTION, "post_attention_layernorm", "final_layer_norm"],
+    "bloom": ["word_embeddings_layernorm", BEFORE_ATTENTION, "post_attention_layernorm", "ln_f"],
+    "falcon": _OF_FALCON,
+    "falcon-heads": ["post_attention_layernorm", *_OF_FALCON],
+    "falcon-new": ["ln_attn", "ln_mlp", "ln_f"],
+    "opt": _OF_OPT,
+    "opt-narrow": _OF_OPT,
+    "mpt": ["norm_1", "norm_2", "norm_f"],
+    "phi": [BEFORE_ATTENTION, "final_layernorm"],
+    "starcoder2": [BEFORE_ATTENTION, "post_attention_layernorm", AT_END],
+    "nemotron": [BEFORE_ATTENTION, "post_attention_layernorm", AT_END],
+    "cohere": [BEFORE_ATTENTION, AT_END],
+    "mamba2": ["layers.0.norm", "norm_f"],
+}
+
+
+def targets_of(family: str) -> list[str]:
+    return [VARIANTS[family].targets[0]] if family in OTHERS else FEW
 
 
 def saved_norms(family: str) -> dict[str, dict[str, Any]]:
     """Options of LoraConfig, by the adapter's name."""
+    if family in OTHERS:
+        every = OTHERS[family]
+        biases = {} if family == "mamba2" else {"bias": "all"}  # and of convolutions
+        return {
+            "plain": {},
+            "every": {"modules_to_save": every},
+            "biases": biases,
+            "end": {"modules_to_save": every[-1:], **biases},
+        }
     before_mlp = BEFORE_MLP.get(family, "post_attention_layernorm")
     every = [BEFORE_ATTENTION, before_mlp, AT_END]
     return {
@@ -40,7 +72,7 @@ def with_norms(
     family: str, seed: int, options: dict[str, Any], shards: int = 1, **settings: Any
 ) -> WithNorms:
     """shards: devices that share the base. settings: of the model."""
-    config = LoraConfig(r=4, lora_alpha=6, target_modules=FEW, **options)
+    config = LoraConfig(r=4, lora_alpha=6, target_modules=targets_of(family), **options)
     oracle = add_adapter(make_model(family, **settings), "one", config, seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

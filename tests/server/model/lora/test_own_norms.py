@@ -7,10 +7,11 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from tests.grids import beyond
 from tests.server.model.driver import Driver, Stream, generate, step
 from tests.server.model.families.parity import GREEDY, TOLERANCE, assert_parity, prompt
 from tests.server.model.hub_models import make_model, reference_logprobs, save_model
-from tests.server.model.lora.norm_adapters import WithNorms, saved_norms, with_norms
+from tests.server.model.lora.norm_adapters import OTHERS, WithNorms, saved_norms, with_norms
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 # Tied tables and biases; norms of q and k; weights less one and norms behind blocks.
@@ -121,6 +122,25 @@ def test_plain_steps_norm_nothing_again(norms: Norms, monkeypatch: pytest.Monkey
     assert base == plain == dora
     assert end > base
     assert every > end + 2 * len(driver.executor._decoder.weights.layers) - 1
+
+
+@pytest.mark.parametrize("family", beyond(3, ["falcon-new", "opt-narrow", "bloom", *OTHERS]))
+def test_layer_norms_in_one_batch(family: str, tmp_path: Path) -> None:
+    """Weights and biases: of norms before steps and of residual sums, an MLP's own, and that of the
+    embedding."""
+    options = saved_norms(family)
+    adapters = {each: with_norms(family, 3 + i, options[each]) for i, each in enumerate(options)}
+    driver = Driver(save_model(make_model(family), tmp_path))
+    slots = driver.load_all(adapters, 1, first=3)
+    streams = {
+        each: Stream(driver, row, prompt((9, 2, 14)[row % 3], row), slot=slot, sampling=GREEDY)
+        for row, (each, slot) in enumerate(slots.items())
+    }
+    generate(driver, [*streams.values()], 5, 5)
+    for name, stream in streams.items():
+        oracle = adapters[name or "plain"].oracle
+        assert_parity(oracle, None if name is None else "one", stream)
+    driver.close()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from tests.grids import beyond
 from tests.kernels.batches import interpreted
 from tests.server.model.gpu_pair import Pair, assert_same, small_pair
 from tests.server.model.hub_models import make_model
-from tests.server.model.lora.norm_adapters import FEW, saved_norms, with_norms
+from tests.server.model.lora.norm_adapters import saved_norms, targets_of, with_norms
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
@@ -24,7 +24,8 @@ FIRST = 1000  # extent
 
 
 @pytest.fixture(
-    scope="module", params=["llama3", pytest.param("gemma2", marks=pytest.mark.exhaustive)]
+    scope="module",
+    params=beyond(1, ["llama3", "gemma2", "gpt-neox"]),
 )
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -32,7 +33,7 @@ def pair(
     family = request.param
     base, options = make_model(family, **SMALL), saved_norms(family)
     folder: Path = tmp_path_factory.mktemp("base")
-    config = LoraConfig(r=4, target_modules=FEW)
+    config = LoraConfig(r=4, target_modules=targets_of(family))
     first = FIRST
     with (
         pytest.MonkeyPatch.context() as patch,

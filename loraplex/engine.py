@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import signal
 import tempfile
 import threading
@@ -16,12 +17,14 @@ from collections.abc import (
     Callable,
     Coroutine,
     Generator,
+    Iterator,
     Mapping,
     Sequence,
 )
 from concurrent.futures import Future
 from importlib import import_module
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 from urllib.parse import quote
 
@@ -107,13 +110,18 @@ class Engine:
     """
 
     def __init__(self, words: Sequence[str], start_timeout_s: float | None = None) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="loraplex-")
-        self.socket = Path(self._folder.name) / "socket"
+        self._process = os.getpid()
+        self._folder = tempfile.mkdtemp(prefix="loraplex-")
+        self.socket = Path(self._folder) / "socket"
         self._lines: deque[str] = deque(maxlen=_LAST_LINES)
         self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(_report)
         # The engine dies with the thread that starts it: this one lives as long as the engine.
         self._thread = threading.Thread(target=self._loop.run_forever, name="loraplex", daemon=True)
         self._thread.start()
+        limits = httpx.Limits(max_connections=_MOST_AT_ONCE)
+        transport = httpx.AsyncHTTPTransport(uds=os.fspath(self.socket), limits=limits)
+        self._http = httpx.AsyncClient(transport=transport, base_url=URL, timeout=None)
         self._closed = False
         self._child: Child | None = None
         atexit.register(self.close)
@@ -141,11 +149,16 @@ class Engine:
             return
         self._closed = True
         atexit.unregister(self.close)
-        self._call(self._stop())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-        self._folder.cleanup()
+        if os.getpid() != self._process:
+            return
+        try:
+            self._call(self._stop())
+        finally:
+            self._call(self._end())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     @overload
     def generate(
@@ -276,22 +289,32 @@ class Engine:
 
         Closing the iterator ends the request.
         """
-        chunks = self._stream(prompt, adapter, parameters)
+        chunks = SimpleQueue[Chunk | None]()
+        answering = self._begin(self._stream(prompt, adapter, parameters, chunks.put))
         try:
-            while (chunk := self._call(anext(chunks, None))) is not None:
+            while (chunk := chunks.get()) is not None:
                 yield chunk
+            answering.result()
         finally:
-            self._call(chunks.aclose())
+            answering.cancel()
 
     async def astream(
         self, prompt: Prompt | Conversation, *, adapter: str | None = None, **parameters: Any
     ) -> AsyncGenerator[Chunk, None]:
-        chunks = self._stream(prompt, adapter, parameters)
+        chunks = asyncio.Queue[Chunk | None]()
+        loop = asyncio.get_running_loop()
+
+        def put(chunk: Chunk | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(chunks.put_nowait, chunk)
+
+        answering = self._begin(self._stream(prompt, adapter, parameters, put))
         try:
-            while (chunk := await self._wait(anext(chunks, None))) is not None:
+            while (chunk := await chunks.get()) is not None:
                 yield chunk
+            await asyncio.wrap_future(answering)
         finally:
-            await self._wait(chunks.aclose())
+            answering.cancel()
 
     def openai(self) -> "OpenAI":
         """A client of the package `openai`. Models are adapters' names."""
@@ -312,9 +335,12 @@ class Engine:
     # On the engine's own loop
 
     def _begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        if self._loop.is_closed():
+        is_elsewhere = os.getpid() != self._process
+        if is_elsewhere or self._loop.is_closed():
             work.close()
-            raise EngineError("the engine is closed")
+            raise EngineError(
+                f"the engine {'is of another process' if is_elsewhere else 'is closed'}"
+            )
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
@@ -329,19 +355,18 @@ class Engine:
         return await asyncio.wrap_future(self._begin(work))
 
     async def _start(self, words: Sequence[str], timeout_s: float | None) -> None:
-        limits = httpx.Limits(max_connections=_MOST_AT_ONCE)
-        transport = httpx.AsyncHTTPTransport(uds=os.fspath(self.socket), limits=limits)
-        self._http = httpx.AsyncClient(transport=transport, base_url=URL, timeout=None)
         command = ["serve", *words, f"--uds={self.socket}"]
         self._child = start_child(command, environment({}), self._heard)
         ready = asyncio.create_task(until_ready(self._http, URL))
         gone = asyncio.create_task(self._child.exited.wait())
         waiting = {ready, gone}
-        done, _ = await asyncio.wait(
-            waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
-        )
-        for task in waiting:
-            task.cancel()
+        try:
+            done, _ = await asyncio.wait(
+                waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            for task in waiting:
+                task.cancel()
         if ready not in done:
             raise EngineError(self._last_words("is not ready" if gone not in done else "ended"))
 
@@ -350,9 +375,15 @@ class Engine:
             self._child.signal(signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._child.exited.wait(), _STOP_S)
+
+    async def _end(self) -> None:
+        """Ends the engine at once, and lets what waits for an answer see that."""
+        if self._child is not None:
             self._child.signal(signal.SIGKILL)
             await self._child.exited.wait()
         await self._http.aclose()
+        if others := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(others)
 
     def _heard(self, line: str) -> None:
         self._lines.append(line)
@@ -364,7 +395,7 @@ class Engine:
     async def _generate(
         self, prompts: Prompt | Prompts, adapter: Adapters, parameters: Mapping[str, Any]
     ) -> Any:
-        base = {"return_token_ids": True, **_as_number(parameters)}
+        base = {**_free(parameters, "prompt"), **_counted(parameters), "return_token_ids": True}
         bodies, is_one = _bodies("prompt", prompts, _is_prompt, adapter, base)
         return await self._ask("/v1/completions", bodies, is_one, Output.of)
 
@@ -374,16 +405,15 @@ class Engine:
         adapter: Adapters,
         parameters: Mapping[str, Any],
     ) -> Any:
-        # Named by its id, a special token is listed, too.
-        named = {"return_tokens_as_token_ids": True} if parameters.get("logprobs") else {}
-        base = {"return_token_ids": True, **named, **parameters}
+        base = {**_free(parameters, "messages"), **_listed(parameters), "return_token_ids": True}
         bodies, is_one = _bodies("messages", messages, _is_conversation, adapter, base)
         return await self._ask("/v1/chat/completions", bodies, is_one, Output.of)
 
     async def _embed(
         self, texts: Prompt | Prompts, adapter: Adapters, parameters: Mapping[str, Any]
     ) -> Any:
-        bodies, is_one = _bodies("input", texts, _is_prompt, adapter, parameters)
+        base = _free(parameters, "input")
+        bodies, is_one = _bodies("input", texts, _is_prompt, adapter, base)
         return await self._ask("/v1/embeddings", bodies, is_one, Vector.of)
 
     async def _load_adapter(
@@ -425,22 +455,26 @@ class Engine:
         return results[0] if is_one else results
 
     async def _stream(
-        self, prompt: Prompt | Conversation, adapter: str | None, parameters: Mapping[str, Any]
-    ) -> Any:
+        self,
+        prompt: Prompt | Conversation,
+        adapter: str | None,
+        parameters: Mapping[str, Any],
+        put: Callable[[Chunk | None], object],
+    ) -> None:
+        """Gives the parts of an answer to `put` as they come, and None at its end."""
         is_chat = not _is_prompt(prompt)
         path = "/v1/chat/completions" if is_chat else "/v1/completions"
-        named = {"messages" if is_chat else "prompt": prompt, **_model(adapter)}
-        body = {"stream": True, "return_token_ids": True, **parameters, **named}
-        async with self._answer(path, body) as answer:
-            async for line in answer.aiter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                event = json.loads(line.removeprefix("data: "))
-                if "error" in event:
-                    raise _failed(answer.status_code, event)
-                for chunk in map(Chunk.of, event["choices"]):
-                    if chunk.text or chunk.token_ids or chunk.finish_reason:
-                        yield chunk
+        field = "messages" if is_chat else "prompt"
+        try:
+            logprobs = (_listed if is_chat else _counted)(parameters)
+            wanted = {**_free(parameters, field), **logprobs, **_model(adapter), field: prompt}
+            body = {**wanted, "stream": True, "return_token_ids": True}
+            async with self._answer(path, body) as answer:
+                async for line in answer.aiter_lines():
+                    for chunk in _chunks(line, answer.status_code):
+                        put(chunk)
+        finally:
+            put(None)
 
     @contextlib.asynccontextmanager
     async def _answer(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[httpx.Response]:
@@ -452,6 +486,24 @@ class Engine:
                 yield answer
         except httpx.TransportError as error:
             raise EngineError(self._last_words(f"has lost the request: {error}")) from error
+
+
+def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Reports what fails unheard, but for a wait that `anyio` ends although it was cancelled."""
+    if not isinstance(context.get("exception"), asyncio.InvalidStateError):
+        loop.default_exception_handler(context)
+
+
+def _chunks(line: str, status: int) -> Iterator[Chunk]:
+    """The parts of an answer in a line of its stream. Raises RequestFailed."""
+    if not line.startswith("data: {"):
+        return
+    event = json.loads(line.removeprefix("data: "))
+    if "error" in event:
+        raise _failed(status, event)
+    for chunk in map(Chunk.of, event["choices"]):
+        if chunk.holds_something:
+            yield chunk
 
 
 def _httpx_of(openai: Any) -> Any:
@@ -476,7 +528,8 @@ async def _upload_of(
     import safetensors.torch
 
     tensors = {name: tensor.contiguous() for name, tensor in adapter.items()}
-    metadata = {CONFIG_FILE: json.dumps(dict(config))}
+    # PEFT's `to_dict` gives names of modules as a set, in any order.
+    metadata = {CONFIG_FILE: json.dumps(dict(config), default=sorted)}
     return await asyncio.to_thread(safetensors.torch.save, tensors, metadata)
 
 
@@ -501,11 +554,23 @@ def _model(adapter: str | None) -> dict[str, str]:
     return {} if adapter is None else {"model": adapter}
 
 
-def _as_number(parameters: Mapping[str, Any]) -> dict[str, Any]:
+def _free(parameters: Mapping[str, Any], field: str) -> Mapping[str, Any]:
+    """The caller's parameters. Raises ValueError for one that its method sets."""
+    for name in (field, "stream", "return_token_ids", "encoding_format"):
+        if name in parameters:
+            raise ValueError(f"`{name}` is no parameter of this method, which sets it")
+    return parameters
+
+
+def _counted(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """`logprobs=True` as chats have it; completions count the alternatives."""
     asked = parameters.get("logprobs")
-    counted = {"logprobs": 0 if asked else None} if isinstance(asked, bool) else {}
-    return {**parameters, **counted}
+    return {"logprobs": 0 if asked else None} if isinstance(asked, bool) else {}
+
+
+def _listed(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """A field that lists special tokens of chats, too: each token is named by its id."""
+    return {"return_tokens_as_token_ids": True} if parameters.get("logprobs") else {}
 
 
 def _is_prompt(given: Any) -> bool:

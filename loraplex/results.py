@@ -70,18 +70,37 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A part of a stream. choice: its number. finish_reason: None until the choice's end."""
+    """A part of a stream. choice: its number. finish_reason: None until the choice's end.
+
+    logprobs: of tokens; None unless asked for. They may come in another part than their tokens.
+    reasoning, tool_calls: parts of chats, as OpenAI's streams have them.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str | None
     choice: int
+    logprobs: tuple[float, ...] | None = None
+    reasoning: str = ""
+    tool_calls: tuple[Mapping[str, Any], ...] = ()
 
     @classmethod
     def of(cls, choice: Mapping[str, Any]) -> Self:
-        text = choice["delta"].get("content") if "delta" in choice else choice["text"]
-        ids = tuple(choice.get("token_ids") or ())
-        return cls(text or "", ids, choice.get("finish_reason"), choice["index"])
+        delta = choice.get("delta") or {}
+        return cls(
+            text=delta.get("content") or choice.get("text") or "",
+            token_ids=tuple(choice.get("token_ids") or ()),
+            finish_reason=choice.get("finish_reason"),
+            choice=choice["index"],
+            logprobs=logprobs_of(choice.get("logprobs")),
+            reasoning=delta.get("reasoning_content") or "",
+            tool_calls=tuple(delta.get("tool_calls") or ()),
+        )
+
+    @property
+    def holds_something(self) -> bool:
+        parts = (self.text, self.token_ids, self.finish_reason)
+        return any((*parts, self.logprobs, self.reasoning, self.tool_calls))
 
 
 @dataclass(frozen=True, slots=True)

@@ -221,7 +221,7 @@ def _unpack_bytes(stream: ByteStream, sink: FileSink, folder: Path) -> None:
     if start.startswith(_GZIP_MAGIC):
         raise invalid("bad_archive", "", "the upload is compressed; send an uncompressed tar")
     ahead = _Ahead(start, stream)
-    if start[_TAR_MAGIC] == b"ustar":
+    if start[_TAR_MAGIC] == b"ustar" or start == bytes(512):
         unpack_archive(ahead, sink)
         return
     if start[PREFIX_BYTES : PREFIX_BYTES + 1] != b"{":

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import multiprocessing
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,14 @@ from loraplex.launcher.demo import adapter_paths
 
 NOTEBOOK = Path(__file__).parents[2] / "docs/guides/in-a-notebook.ipynb"
 MESSAGES = [{"role": "user", "content": "Please cancel order #10442. Thanks, Ines Novak"}]
+CANCEL = {
+    "type": "function",
+    "function": {
+        "name": "cancel_order",
+        "description": "Cancels an order.",
+        "parameters": {"type": "object", "properties": {"order": {"type": "string"}}},
+    },
+}
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12}
 
 
@@ -80,6 +90,80 @@ def test_a_stream_that_is_closed_ends_its_request(engine: loraplex.Engine) -> No
     assert engine.generate("Good morning", **GREEDY).text
 
 
+def test_a_stream_says_all_that_a_whole_answer_says(engine: loraplex.Engine) -> None:
+    asked = {"tools": [CANCEL], "logprobs": True, "temperature": 0}
+    whole = engine.chat(MESSAGES, adapter="tools", **asked).choices[0]
+    chunks = list(engine.stream(MESSAGES, adapter="tools", **asked))
+    (call,) = whole.tool_calls
+    parts = [part["function"] for chunk in chunks for part in chunk.tool_calls]
+    assert "".join(part.get("name") or "" for part in parts) == call["function"]["name"]
+    arguments = "".join(part.get("arguments") or "" for part in parts)
+    assert arguments == call["function"]["arguments"]
+    logprobs = sum((chunk.logprobs or () for chunk in chunks), ())
+    assert logprobs == pytest.approx(whole.logprobs, abs=1e-4)
+
+
+def test_what_a_method_sets_is_no_parameter(engine: loraplex.Engine) -> None:
+    for ask, refused in (
+        (engine.generate, {"stream": True}),
+        (engine.generate, {"prompt": "b"}),
+        (engine.generate, {"return_token_ids": False}),
+        (engine.embed, {"encoding_format": "base64"}),
+    ):
+        with pytest.raises(ValueError, match=next(iter(refused))):
+            ask("a", **refused)
+    with pytest.raises(ValueError, match="stream"):
+        next(engine.stream("a", stream=False))
+
+
+def test_a_stream_may_be_collected_in_the_engine_s_own_thread(engine: loraplex.Engine) -> None:
+    """As a cycle of garbage is, in whichever thread makes the next object."""
+    stream = engine.stream("Good morning", max_tokens=500, ignore_eos=True)
+    next(stream)
+    closed = threading.Event()
+
+    def close() -> None:
+        stream.close()
+        closed.set()
+
+    engine._loop.call_soon_threadsafe(close)
+    assert closed.wait(120.0)
+    assert engine.generate("Good morning", **GREEDY).text
+
+
+def test_a_cancelled_stream_says_so_and_nothing_else(
+    engine: loraplex.Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def ask() -> None:
+        async with asyncio.timeout(None) as patience:
+            async for _ in engine.astream("Good morning", max_tokens=500, ignore_eos=True):
+                patience.reschedule(0)
+
+    for _ in range(5):
+        with pytest.raises(TimeoutError):
+            asyncio.run(ask())
+    assert engine.generate("Good morning", **GREEDY).text
+    assert [each.message for each in caplog.records if each.name == "asyncio"] == []
+
+
+def test_an_engine_belongs_to_the_process_that_started_it(engine: loraplex.Engine) -> None:
+    def ask(answer: Any) -> None:
+        try:
+            engine.generate("Good morning")
+        except loraplex.EngineError as error:
+            answer.send(str(error))
+        engine.close()
+
+    forking = multiprocessing.get_context("fork")
+    answer, other_end = forking.Pipe(duplex=False)
+    child = forking.Process(target=ask, args=(other_end,))
+    child.start()
+    assert answer.poll(120.0)
+    assert answer.recv() == "the engine is of another process"
+    child.join()
+    assert engine.generate("Good morning", **GREEDY).text
+
+
 def test_event_loops_get_the_same(engine: loraplex.Engine) -> None:
     async def ask() -> tuple[Any, ...]:
         streamed = [chunk async for chunk in engine.astream("Good morning", **GREEDY)]
@@ -99,9 +183,10 @@ def test_event_loops_get_the_same(engine: loraplex.Engine) -> None:
 def test_an_adapter_is_loaded_from_a_folder_or_from_tensors(engine: loraplex.Engine) -> None:
     folder = adapter_paths()["pirate"]
     config = json.loads((folder / "adapter_config.json").read_text())
+    as_peft_has_it = {**config, "target_modules": set(config["target_modules"])}
     names = [
         engine.load_adapter("policy", adapter_paths()["sql"], keep=2),
-        engine.load_adapter("policy", load_file(folder / WEIGHTS_FILE), config=config),
+        engine.load_adapter("policy", load_file(folder / WEIGHTS_FILE), config=as_peft_has_it),
     ]
     assert names == ["policy@1", "policy@2"]
     for name, known in (("policy@1", "sql"), ("policy@2", "pirate"), ("policy", "pirate")):

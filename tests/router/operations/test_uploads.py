@@ -101,6 +101,8 @@ async def test_forms_of_a_body(fleet: tuple[Running, FakeWorker]) -> None:
     ):
         refused = await router.client.put(NAME, content=content, headers=headers)
         assert refused.status_code == status, refused.text
+    empty = await put(router, archive([]))
+    assert "the upload has no adapter_config.json" in empty.json()["error"]["message"]
 
 
 def digest_field(content: bytes) -> str:

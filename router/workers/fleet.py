@@ -75,7 +75,6 @@ class Fleet:
         self._matcher = Matcher(queue, self._placement)
         self._without_worker = QueueCapacity(queue.capacity.limits)
         self._retry: asyncio.TimerHandle | None = None
-        self._became_ready = asyncio.Event()
         self._unready_since = 0.0
         self._changed = asyncio.Event()
         self.paused = False
@@ -150,7 +149,10 @@ class Fleet:
 
         As many may wait here as in the queue. Raises NoWorker when none came in time, QueueFull.
         """
-        if self.ready and self._names_known.is_set():
+        await self._until(lambda: self.ready and self._names_known.is_set(), tenant, nbytes)
+
+    async def _until(self, is_so: Callable[[], bool], tenant: str, nbytes: int) -> None:
+        if is_so():
             return
         if not self.ready:
             self.missed.note(asyncio.get_running_loop().time())
@@ -158,16 +160,15 @@ class Fleet:
         if refusal is not None:
             raise QueueFull(f"no worker is ready, and {refusal[0]}", self._worker_wait_s)
         self._without_worker.add(tenant, nbytes)
-        self._became_ready.clear()
         try:
             async with asyncio.timeout(self._worker_wait_s):
-                await self._became_ready.wait()
+                while not is_so():
+                    self._changed.clear()
+                    await self._changed.wait()
         except TimeoutError:
             raise self._no_worker() from None
         finally:
             self._without_worker.remove(tenant, nbytes)
-        if not self.ready:  # the worker that came has left again
-            raise self._no_worker()
 
     def pause(self) -> None:
         """Holds what waits in the queue until `resume`. What runs goes on."""
@@ -200,16 +201,11 @@ class Fleet:
             raise
 
     async def until_loads(self) -> None:
-        """Waits for a worker that takes work; names may still be unknown. Raises AdapterError when
-        none came in time."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._worker_wait_s):
-                while not self.ready:
-                    self._changed.clear()
-                    await self._changed.wait()
-        if not self.ready:
-            failed = self._no_worker()
-            raise AdapterError("unavailable", failed.message, (), failed.retry_after_s)
+        """Waits for a worker as a request does, but not for names. Raises AdapterError."""
+        try:
+            await self._until(lambda: self.ready, "", 0)
+        except (NoWorker, QueueFull) as error:
+            raise AdapterError("unavailable", error.message, (), error.retry_after_s) from error
 
     async def load_adapter(self, origin: Origin, token: Secret | None) -> AdapterManifest:
         """Lets the adapter's home fetch or merge it; where that cannot now, another worker. Without
@@ -255,8 +251,6 @@ class Fleet:
             _fail(entry, DeadlinePassed())
         if self.ready:
             self._unready_since = now
-            if self._names_known.is_set():
-                self._became_ready.set()
         elif now - self._unready_since >= self._worker_wait_s:
             for entry in self.queue.withdraw_new():
                 _fail(entry, self._no_worker())

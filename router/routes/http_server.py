@@ -1,9 +1,10 @@
 """The HTTP server around the application: its limits, and how it stops."""
 
 import asyncio
+import select
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
@@ -22,8 +23,9 @@ from loraplex.router.service import Service
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # For the last words of answers that did not end in time.
 _LAST_WORDS_S = 5
-# So long connections are taken that the system accepted before the stop.
-_LAST_ACCEPTS_S = 0.05
+# So long connections are taken that the system accepted before the stop. Some may be left where the
+# loop was held up: then in further turns of the loop.
+_LAST_ACCEPTS_S, _LAST_TURNS = 0.05, 1000
 
 
 class RouterServer(uvicorn.Server):
@@ -99,6 +101,10 @@ class RouterServer(uvicorn.Server):
         for listener in sockets or ():
             listener.listen(0)  # others wait, and are refused once the socket is closed
         await asyncio.sleep(_LAST_ACCEPTS_S)
+        for _ in range(_LAST_TURNS):
+            await asyncio.sleep(0)
+            if not _has_accepted(sockets or ()):
+                break
         for task in self._tasks:
             task.cancel()
         self._watch.close()  # what would never end by itself
@@ -119,6 +125,14 @@ class RouterServer(uvicorn.Server):
         finally:
             for number in _SIGNALS:
                 loop.remove_signal_handler(number)
+
+
+def _has_accepted(listeners: Iterable[socket.socket]) -> bool:
+    """Whether the system has accepted a connection that the loop has not taken yet."""
+    waiting = select.poll()
+    for listener in listeners:
+        waiting.register(listener, select.POLLIN)
+    return bool(waiting.poll(0))
 
 
 def _server_config(app: ASGIApp, service: Service) -> uvicorn.Config:

@@ -40,7 +40,8 @@ async def test_what_came_before_the_stop_is_answered(
             await super().shutdown(sockets)
 
     monkeypatch.setattr(serving, "RouterServer", Busy)
-    async with running_router(tmp_path):
+    monkeypatch.setattr(http_server, "_LAST_ACCEPTS_S", 0.0)
+    async with running_router(tmp_path, drain_timeout_s=240.0):
         pass
     for connection in connections:
         with connection:

@@ -81,7 +81,7 @@ async def running_fleet(
     monkeypatch.setattr("loraplex.router.operations.rollout_keeper.LEASE_S", 0.5)
     monkeypatch.setattr("loraplex.router.operations.rollout_keeper._RETRY_S", 0.05)
     workers = [FakeWorker(worker_id=name) for name in "ab"]
-    options: dict[str, Any] = {"redis": redis.url, "redis_timeout_s": 1.0, "admin_key": "admin"}
+    options: dict[str, Any] = {"redis": redis.url, "redis_timeout_s": 30.0, "admin_key": "admin"}
     async with AsyncExitStack() as stack:
         for worker in workers:
             await stack.enter_async_context(running_worker(worker))

@@ -455,7 +455,7 @@ async def test_before_the_table_was_read_nobody_gets_the_fleets(
     async with running_redis() as redis:
         options: dict[str, Any] = {
             "redis": redis.url,
-            "redis_timeout_s": 1.0,
+            "redis_timeout_s": 30.0,
             "keys_file": file,
             "adapters": ("bot=hub:org/fleet",),
         }

@@ -326,7 +326,7 @@ async def test_routers_that_follow_the_same_file_carry_it_out_once(tmp_path: Pat
     worker = FakeWorker()
     path = tmp_path / "adapters.json"
     async with running_redis() as redis, running_worker(worker):
-        options: dict[str, Any] = {"redis": redis.url, "redis_timeout_s": 1.0, "adapters": ()}
+        options: dict[str, Any] = {"redis": redis.url, "redis_timeout_s": 30.0, "adapters": ()}
         async with (
             running_router(tmp_path / "one", worker, **options) as one,
             running_router(tmp_path / "two", worker, **options) as two,

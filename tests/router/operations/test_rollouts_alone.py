@@ -92,7 +92,7 @@ async def test_a_bad_version_goes_back_on_each_router(
     shown = await fleet.until(fleet.two, "serving", "rolled_back")
     [why] = rollbacks(shown)
     assert "without Redis" in why
-    options: dict[str, Any] = {"redis": redis.url, "redis_timeout_s": 1.0, "admin_key": "admin"}
+    options: dict[str, Any] = {"redis": redis.url, "redis_timeout_s": 30.0, "admin_key": "admin"}
     async with running_router(tmp_path / "new", *fleet.workers, auth="none", **options) as new:
         assert set(await fleet.digests(new)) == {OLD}, "who starts now knows it, too"
         assert rollbacks((await call(new, "GET", "/mine")).json()) == [why]

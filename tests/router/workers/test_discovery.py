@@ -43,7 +43,7 @@ async def enlisted(
 async def router_without_names(
     tmp_path: Path, redis: RedisServer, **options: Any
 ) -> AsyncIterator[Running]:
-    options = {"redis": redis.url, "redis_timeout_s": 1.0, **options}
+    options = {"redis": redis.url, "redis_timeout_s": 30.0, **options}
     async with running_router(tmp_path, wait=False, **options) as router:
         yield router
 

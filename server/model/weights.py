@@ -16,6 +16,7 @@ from torch.nn import functional
 from loraplex.adapters.sharding import WHOLE, Shard, Span
 from loraplex.server.config import AtLoad
 from loraplex.server.model.checkpoint.checkpoint import CheckpointError, stored_tensors, tables
+from loraplex.server.model.checkpoint.cuts import cut_of
 from loraplex.server.model.checkpoint.layer_forms import as_stored
 from loraplex.server.model.checkpoint.sentence_files import DENSE_WEIGHTS, dense_forms
 from loraplex.server.model.checkpoint.stored_forms import stored_forms
@@ -528,9 +529,12 @@ def _numbers(source: WeightSource, path: str | None, index: int) -> torch.Tensor
 
 
 def _chooser(source: WeightSource, spec: LinearSpec, index: int) -> DenseLinear:
-    path = layer_path(index, spec.parts[0].path)
+    (part,) = spec.parts
+    path, cut = layer_path(index, part.path), cut_of(spec, part, WHOLE)
     bias = source.get(f"{path}.bias") if spec.bias else None
-    return DenseLinear(source.get(f"{path}.weight"), bias)
+    weight = torch.empty(cut.shape, dtype=source.dtype, device=source.device)
+    source.fill(path, cut, weight)
+    return DenseLinear(weight, bias)
 
 
 def _qk_norm(

@@ -7,6 +7,7 @@ from mmap import PAGESIZE
 
 import msgspec
 
+from loraplex.adapters.base import CHOOSERS
 from loraplex.adapters.manifest import ITEM_BYTES, SlabDtype
 from loraplex.server.config import ConfigError, EngineConfig, KvDtype
 from loraplex.server.engine.executor import ExecutorLimits, MemoryLine, PictureLimits
@@ -79,8 +80,8 @@ def _beside(model: ModelSpec, layer: int, linear: LinearSpec, item: int, packed:
     if linear.stored is not None and linear.stored.form == "mxfp4":
         numbers = linear.experts * linear.out_features * linear.in_features
         return numbers // 2 + 2 * (numbers // MXFP4_BLOCK) if packed else numbers * item
-    if model.quantisation is None or not packed:
-        return 0
+    if model.quantisation is None or not packed or linear.role in CHOOSERS:
+        return 0  # what chooses experts is in floating point once it is loaded
     form_of = model.quantisation.form
     kinds = Counter((form_of(layer_path(layer, path)), m, n) for path, m, n in linear.matrices())
     return sum(

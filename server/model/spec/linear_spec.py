@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
-from loraplex.adapters.base import CHOOSERS, ModuleShape, Role, module_name
+from loraplex.adapters.base import ModuleShape, Role, module_name
 from loraplex.adapters.sharding import UNGROUPED, Groups, Sharding, Span
 
 ExpertForm = Literal["each", "stacked", "rows", "mxfp4"]
@@ -173,10 +173,8 @@ class LinearSpec(msgspec.Struct, frozen=True):
 
     def matrices(self) -> Iterator[Matrix]:
         """List modules whose weight is a matrix of its own in the checkpoint, one expert's after
-        the other's. Those that choose experts are never quantised.
+        the other's.
         """
-        if self.role in CHOOSERS:
-            return
         if self.stored is not None and self.stored.form != "each":
             return
         for expert in range(self.experts):

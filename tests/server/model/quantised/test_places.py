@@ -58,6 +58,18 @@ def test_experts(name: str, form: str, tmp_path: Path) -> None:
     assert_served(tmp_path, model)
 
 
+@pytest.mark.parametrize(
+    ("name", "choosers", "form"),
+    [
+        ("qwen2-moe", r"mlp\.(gate|shared_expert_gate)", "nf4-nested"),
+        ("gemma4-moe", r"router\.proj", "int8-rowwise"),
+    ],
+)
+def test_what_chooses_experts(name: str, choosers: str, form: str, tmp_path: Path) -> None:
+    model = quantise_stored(make_model(name), tmp_path, form, rf".*\.{choosers}\.weight")
+    assert_served(tmp_path, model)
+
+
 @pytest.mark.parametrize("form", ["awq", "fp8-tensor", "nf4-nested"])
 def test_experts_stay_quantised(form: str, tmp_path: Path) -> None:
     model = make_model("qwen3-moe", moe_intermediate_size=64, hidden_size=64)

@@ -30,7 +30,7 @@ from loraplex.server.model.tokenizer.base_templates import (
     template_tokens,
     usable_templates,
 )
-from loraplex.server.model.tokenizer.base_tokenizer import TOKENIZER_FILE, read_tokenizer
+from loraplex.server.model.tokenizer.base_tokenizer import has_tokenizer, read_tokenizer
 
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
@@ -59,7 +59,7 @@ def read_base_spec(folder: Path, names: tuple[str, ...]) -> BaseSpec:
             f" {model.head.tensor}; set tie_word_embeddings to false to use it, or remove it"
         )
     digest = base_digest(folder)
-    if not (folder / TOKENIZER_FILE).exists():
+    if not has_tokenizer(folder):
         return base_spec(model, digest, names, digests, None, model.eos_token_ids)
     tokenizer, _ = read_tokenizer(folder)
     special = template_tokens(folder)

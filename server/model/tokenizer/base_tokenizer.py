@@ -19,10 +19,18 @@ from loraplex.server.model.checkpoint.checkpoint import (
     read_text,
 )
 from loraplex.server.model.checkpoint.model_files import CONFIG_FILE
-from loraplex.server.model.tokenizer.rebuilt_tokenizer import DEFAULT_TOKENS, finish, rebuilt
+from loraplex.server.model.tokenizer.rebuilt_tokenizer import (
+    DEFAULT_TOKENS,
+    finish,
+    put_around,
+    rebuilt,
+)
 from loraplex.server.model.tokenizer.tokenizer_class import RebuiltClass, rebuilt_class
 
 TOKENIZER_FILE = "tokenizer.json"
+# The older form of a vocabulary of bytes: GPT-2's, OPT's.
+BYTE_LEVEL_FILES = ("vocab.json", "merges.txt")
+_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 _MAX_TOKENIZER_BYTES = 64 << 20
 _EXTRA, _EXTRA_BEFORE = "extra_special_tokens", "additional_special_tokens"
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
@@ -31,13 +39,13 @@ _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 def read_tokenizer(folder: Path) -> tuple[Tokenizer, str]:
     """The tokenizer, and itself as JSON. Raises CheckpointError when it cannot be used."""
     path = folder / TOKENIZER_FILE
-    if not path.exists():
-        raise CheckpointError(
-            f"{folder} has no {TOKENIZER_FILE}; a tokenizer of another form (tokenizer.model) is"
-            " not supported: convert it with transformers' AutoTokenizer and save_pretrained"
-        )
-    text = read_text(path, _MAX_TOKENIZER_BYTES)
     try:
+        text = _tokenizer_text(folder)
+        if not text:
+            raise CheckpointError(
+                f"{folder} has no {TOKENIZER_FILE}; a tokenizer of another form (tokenizer.model)"
+                " is not supported: convert it with transformers' AutoTokenizer and save_pretrained"
+            )
         tokenizer, text = _make(folder, text)
         # Some are read, and then fail at any letter: no vocabulary, and no unknown token.
         tokenizer.encode("a", add_special_tokens=False)
@@ -48,6 +56,30 @@ def read_tokenizer(folder: Path) -> tuple[Tokenizer, str]:
             f"{path}: tokenizers {tokenizers.__version__} cannot use it ({error})"
         ) from None
     return tokenizer, text
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether the folder has the files of a tokenizer in one of its two forms."""
+    return (folder / TOKENIZER_FILE).exists() or all(
+        (folder / f).exists() for f in BYTE_LEVEL_FILES
+    )
+
+
+def _tokenizer_text(folder: Path) -> str:
+    """Read tokenizer.json, or make it of the older form's files; "" = there are none."""
+    if not has_tokenizer(folder):
+        return ""
+    if (folder / TOKENIZER_FILE).exists():
+        return read_text(folder / TOKENIZER_FILE, _MAX_TOKENIZER_BYTES)
+    words, merges = (read_text(folder / f, _MAX_TOKENIZER_BYTES) for f in BYTE_LEVEL_FILES)
+    lines = [line for line in merges.split("\n") if line and not line.startswith("#version")]
+    document = {
+        "pre_tokenizer": _BYTE_LEVEL,
+        "decoder": _BYTE_LEVEL,
+        "added_tokens": [],
+        "model": {"type": "BPE", "vocab": json.loads(words), "merges": lines},
+    }
+    return json.dumps(document)
 
 
 def special_token_settings(folder: Path) -> dict[str, Any]:
@@ -69,8 +101,7 @@ def _rebuilt_class(folder: Path, settings: Mapping[str, Any]) -> RebuiltClass | 
     """Name the class that the tokenizer is rebuilt as. None where there is no tokenizer.json, or
     none of a BPE's with merges.
     """
-    path = folder / TOKENIZER_FILE
-    text = read_text(path, _MAX_TOKENIZER_BYTES) if path.exists() else ""
+    text = _tokenizer_text(folder)
     config = read_optional_json(folder / CONFIG_FILE)
     declared = settings.get("tokenizer_class") or config.get("tokenizer_class")
     name = rebuilt_class(config.get("model_type"), declared, byte_level='"ByteLevel"' in text)
@@ -84,6 +115,11 @@ def _make(folder: Path, text: str) -> tuple[Tokenizer, str]:
     read = Tokenizer.from_str(text)
     missing = _Missing(folder, read.get_added_tokens_decoder())
     name = _rebuilt_class(folder, missing.settings)
+    is_older = not (folder / TOKENIZER_FILE).exists()
+    if is_older and name not in ("GPT2Tokenizer", "Qwen2Tokenizer"):
+        raise CheckpointError(
+            f"{folder} has no {TOKENIZER_FILE}, which {name or 'its class'} needs"
+        )
     if name is None:
         added = list(missing.tokens(read))
         read.add_tokens(added)
@@ -92,6 +128,8 @@ def _make(folder: Path, text: str) -> tuple[Tokenizer, str]:
     tokenizer = rebuilt(name, json.loads(text), settings, read)
     tokenizer.add_tokens(list(missing.tokens(tokenizer)))
     finish(name, tokenizer, settings, missing.special)
+    if is_older:
+        put_around(tokenizer, settings)
     return tokenizer, tokenizer.to_str()
 
 

@@ -92,6 +92,18 @@ def finish(
         tokenizer.add_tokens([AddedToken(text, special=True) for text in special])
 
 
+def put_around(tokenizer: Tokenizer, settings: Settings) -> None:
+    """Put tokens around every text as the settings say, where no file has a post-processor."""
+    bos, eos = (
+        settings.get(f"{kind}_token") if settings.get(f"add_{kind}_token") else None
+        for kind in ("bos", "eos")
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=[*([bos] if bos else []), "$A", *([eos] if eos else [])],
+        special_tokens=[(text, tokenizer.token_to_id(text)) for text in (bos, eos) if text],
+    )
+
+
 def _spaced(settings: Settings) -> bool:
     """Whether a space is put before a text: it is unless a setting says otherwise."""
     return settings.get("add_prefix_space") is not False

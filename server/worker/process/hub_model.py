@@ -46,6 +46,7 @@ from loraplex.server.model.checkpoint.sentence_files import (
     PROMPTS_FILE,
 )
 from loraplex.server.model.spec.model_spec import ModelSpec
+from loraplex.server.model.tokenizer.base_tokenizer import BYTE_LEVEL_FILES
 from loraplex.server.worker.process.model_source import ModelError
 
 log = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ METADATA_FILES = (
     "generation_config.json",
     *PROCESSOR_FILES,
     "tokenizer.json",
+    *BYTE_LEVEL_FILES,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",

@@ -15,6 +15,7 @@ from transformers.models.auto.tokenization_auto import (
 )
 
 from loraplex.adapters.peft.tokenizer_files import special_tokens
+from loraplex.server.model.checkpoint.checkpoint import CheckpointError
 from loraplex.server.model.tokenizer.base_tokenizer import read_tokenizer, special_token_settings
 from loraplex.server.model.tokenizer.tokenizer_class import REBUILT, rebuilt_class
 from tests import vocabularies
@@ -157,6 +158,31 @@ def test_byte_level(model_type: str, settings: dict[str, Any], tmp_path: Path) -
 def test_gemma(tmp_path: Path) -> None:
     save(tmp_path, vocabularies.load("llama-2-gemma"), "gemma2", {"bos_token": "<s>"})
     check(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings"),
+    [
+        ("opt", {"add_bos_token": True, "bos_token": "</s>", "pad_token": "<pad>"}),
+        ("gpt2", {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}),
+        ("llama", {"tokenizer_class": "GPT2Tokenizer", "add_bos_token": 1, "add_eos_token": True}),
+        ("qwen2", {"additional_special_tokens": ["<|user|>"], "eos_token": "<|im_end|>"}),
+    ],
+    ids=repr,
+)
+def test_a_vocabulary_and_merges(model_type: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    library = small_models.byte_level()
+    save(tmp_path, library.to_str(), model_type, settings)
+    library.model.save(str(tmp_path))
+    (tmp_path / "tokenizer.json").unlink()
+    check(tmp_path)
+
+
+def test_a_vocabulary_and_merges_of_another_class_are_refused(tmp_path: Path) -> None:
+    small_models.byte_level().model.save(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(CheckpointError, match="no tokenizer.json, which its class needs"):
+        read_tokenizer(tmp_path)
 
 
 def test_model_types_are_registered_as_in_transformers() -> None:

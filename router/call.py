@@ -17,7 +17,7 @@ from loraplex.router.parts.parts import CallDelta, ToolCall
 from loraplex.router.policy.prices import Receipt
 from loraplex.router.shape.shape import Shape
 from loraplex.router.tools.tools import Tools
-from loraplex.server.protocol import RoutedExperts, SamplingParams
+from loraplex.server.protocol import UNBOUNDED, PixelBounds, RoutedExperts, SamplingParams
 
 Api = Literal[
     "lorax",
@@ -220,12 +220,13 @@ class VectorCall(msgspec.Struct, frozen=True):
 
 class GivenPicture(msgspec.Struct, frozen=True):
     """A picture of a request. url: its data, or where it is. where: its place in the body.
-    file_id: of an uploaded file, in place of the URL.
+    file_id: of an uploaded file, in place of the URL. pixels: as of `PictureSpan`.
     """
 
     url: str
     where: str
     file_id: str | None = None
+    pixels: PixelBounds = UNBOUNDED
 
 
 class GenerationCall(msgspec.Struct, frozen=True):

@@ -18,7 +18,7 @@ from loraplex.router.api.messages.request import REFUSED_OF_TOOL
 from loraplex.router.api.openai.chat import OF_ONE
 from loraplex.router.api.openai.common import WHOLE_AT_MINUS_ONE
 from loraplex.router.api.operations import OPERATIONS, Operation
-from loraplex.router.api.request.chat_messages import SIZES
+from loraplex.router.api.request.chat_messages import PIXELS, TILES
 from loraplex.router.api.request.fields import BOUNDS
 from loraplex.router.api.request.formatter import ApiLimits
 from loraplex.router.api.request.known_elsewhere import ELSEWHERE, Body, Elsewhere, aliases_of
@@ -295,9 +295,9 @@ def _say_limits(components: dict[str, Schema], limits: ApiLimits) -> None:
     shown = components["MessagePart"]
     address = {"anyOf": [{"$ref": "#/components/schemas/ImageUrl"}, _TEXT]}
     picture = {"type": {"const": "image_url"}, "image_url": address}
-    sizes = dict.fromkeys(SIZES, {"type": "null"})
-    components["ImageUrl"]["properties"] |= sizes
-    shown["properties"] = {name: sizes[name] for name in SIZES[:2]}
+    of_url = components["ImageUrl"]["properties"]
+    of_url |= dict.fromkeys(TILES, {"type": "null"})
+    shown["properties"] = {name: of_url[name] for name in PIXELS}
     shown["required"] = ["type"]
     shown["anyOf"] = [
         {"properties": part["properties"], "required": part["required"]},

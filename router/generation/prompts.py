@@ -180,7 +180,7 @@ async def _with_pictures(
         message = f"{error}: a text spells an image's token, or the chat template leaves images out"
         raise RequestError("invalid", message, param=_PARAM[call.api]) from None
     spans = [
-        PictureSpan(start, length, picture.digest, picture.grid)
+        PictureSpan(start, length, picture.digest, picture.grid, picture.pixels)
         for (start, length), picture in zip(places, pictures, strict=True)
     ]
     return msgspec.structs.replace(

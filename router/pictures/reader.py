@@ -11,7 +11,13 @@ from loraplex.router.call import GivenPicture, RequestError
 from loraplex.router.pictures.fetcher import PictureFetcher
 from loraplex.router.pictures.uploaded import UploadedPictures
 from loraplex.router.text.model import TextModel
-from loraplex.server.protocol import Grid, VisionCard, read_picture_head
+from loraplex.server.protocol import (
+    UNBOUNDED,
+    Grid,
+    PixelBounds,
+    VisionCard,
+    read_picture_head,
+)
 
 # Characters of a data URL that cost as much time as one of a text that is encoded.
 _CHARACTERS = 64
@@ -22,12 +28,13 @@ T = TypeVar("T")
 
 class Picture(msgspec.Struct, frozen=True):
     """A picture of a request. digest: SHA-256 of the file. grid: its patches. where: its place in
-    the body, the first that has it."""
+    the body, the first that has it. pixels: as of `PictureSpan`."""
 
     digest: str
     data: bytes
     grid: Grid
     where: str = ""
+    pixels: PixelBounds = UNBOUNDED
 
 
 class PictureReader:
@@ -38,7 +45,7 @@ class PictureReader:
         self._fetcher = fetcher
         self._uploaded = uploaded
         self._room = MAX_REQUEST_BYTES
-        self._found: dict[tuple[str, str | None], Picture] = {}
+        self._found: dict[tuple[str, str | None, PixelBounds], Picture] = {}
 
     def of(self, tenant: str) -> "PictureReader":
         """Returns the reader of a new request of the tenant's."""
@@ -60,7 +67,7 @@ class PictureReader:
     async def _read_all(
         self, given: Sequence[GivenPicture], model: TextModel, vision: VisionCard
     ) -> list[Picture]:
-        names = [(one.url, one.file_id) for one in given]
+        names = [(one.url, one.file_id, one.pixels) for one in given]
         for name, one in zip(names, given, strict=True):
             if name in self._found:
                 continue
@@ -75,9 +82,7 @@ class PictureReader:
     async def _read(self, one: GivenPicture, model: TextModel, vision: VisionCard) -> Picture:
         data = await self._data(one, model)
         size = len(data) // _CHARACTERS
-        return await model.turns.run(
-            size, _blaming(one.where, lambda: _picture(data, one.where, vision))
-        )
+        return await model.turns.run(size, _blaming(one.where, lambda: _picture(data, one, vision)))
 
     async def _data(self, one: GivenPicture, model: TextModel) -> bytes:
         if one.file_id is not None:
@@ -90,11 +95,11 @@ class PictureReader:
             return await self._fetcher.fetch(one.url, one.where)
 
 
-def _picture(data: bytes, where: str, vision: VisionCard) -> Picture:
+def _picture(data: bytes, one: GivenPicture, vision: VisionCard) -> Picture:
     """Raises ValueError for what is no picture, or one of an odd shape."""
     head = read_picture_head(data)
-    grid = vision.grid(head.width, head.height)
-    return Picture(hashlib.sha256(data).hexdigest(), data, grid, where)
+    grid = vision.bounded(one.pixels).grid(head.width, head.height)
+    return Picture(hashlib.sha256(data).hexdigest(), data, grid, one.where, one.pixels)
 
 
 def _blaming(where: str, work: Callable[[], T]) -> Callable[[], T]:

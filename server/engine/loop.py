@@ -174,8 +174,8 @@ class EngineLoop(Generic[T]):
                 scheduler.slab_missing(digest, text)
             case EncodePicture():
                 scheduler.picture_came(message)
-            case PictureFailed(picture, text, error):
-                scheduler.picture_missing(picture, text, error)
+            case PictureFailed():
+                scheduler.fail_pictures(scheduler.pictures.missing(message), message.error)
             case Shutdown():
                 self._leaving = True
             case _:

@@ -10,7 +10,7 @@ import msgspec
 from loraplex.adapters.manifest import SlabLayout
 from loraplex.server.engine.executor import MemoryLine, PageWay
 from loraplex.server.engine.memory.eviction import EvictionReason
-from loraplex.server.protocol import ErrorCode, GenerateRequest, Grid, TokenEvent
+from loraplex.server.protocol import ErrorCode, GenerateRequest, Grid, PictureSpan, TokenEvent
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag="su"):
@@ -94,10 +94,11 @@ class EncodePicture(msgspec.Struct, frozen=True, array_like=True, tag="ep"):
 
 
 class PictureFailed(msgspec.Struct, frozen=True, array_like=True, tag="pf"):
-    """Answers PicturesWanted: there are no patches. Sequences that wait for the picture end in this
-    error with this message."""
+    """Answers PicturesWanted: there are no patches. Sequences that wait for the picture of this
+    grid end in this error with this message."""
 
     picture: str
+    grid: Grid
     message: str
     error: ErrorCode = "invalid_image"
 
@@ -187,11 +188,12 @@ class AdapterSettled(msgspec.Struct, frozen=True, array_like=True, tag="at"):
 
 
 class PicturesWanted(msgspec.Struct, frozen=True, array_like=True, tag="pw"):
-    """The sequence waits for these pictures' patches. Those that the device holds or that are
-    coming are not among them; another sequence may have asked for the same ones."""
+    """The sequence waits for the patches of pictures, each named by one of its spans. Those that
+    the device holds or that are coming are not among them; another sequence may have asked for the
+    same ones."""
 
     key: int
-    pictures: tuple[str, ...]
+    spans: tuple[PictureSpan, ...]
 
 
 class PictureTaken(msgspec.Struct, frozen=True, array_like=True, tag="pt"):

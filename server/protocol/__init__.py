@@ -56,11 +56,13 @@ from loraplex.server.protocol.picture_files import (
     read_picture_head,
 )
 from loraplex.server.protocol.pictures import (
+    UNBOUNDED,
     AnyForm,
     Grid,
     PatchRule,
     PictureForm,
     PictureSpan,
+    PixelBounds,
     StretchedForm,
     TiledForm,
     VisionCard,

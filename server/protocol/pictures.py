@@ -12,6 +12,9 @@ from loraplex.server.protocol.picture_cuts import PictureCut
 from loraplex.server.protocol.tile_rule import TileRule
 
 Grid = tuple[int, int, int]
+# The fewest and the most pixels of a resized picture that a request asks for; 0 = it says nothing.
+PixelBounds = tuple[int, int]
+UNBOUNDED: PixelBounds = (0, 0)
 # The processor by whose rule a picture is resized and cut into patches.
 PatchRule = Literal["qwen2_vl", "clip", "pixtral", "llava_next", "gemma4", "stretched"]
 # A picture that is so many times longer than wide, or wider than long, is refused.
@@ -23,13 +26,14 @@ class PictureSpan(msgspec.Struct, frozen=True, array_like=True):
     length]. Tokens of text may lie between them.
 
     picture: SHA-256 of the file's bytes, in hex. grid: (time, height, width) in patches, before a
-    square of them becomes one token.
+    square of them becomes one token. pixels: as the request bounds them.
     """
 
     start: int
     length: int
     picture: str
     grid: Grid
+    pixels: PixelBounds = UNBOUNDED
 
 
 class PictureForm(msgspec.Struct, frozen=True, tag="plain"):
@@ -216,6 +220,19 @@ class VisionCard(msgspec.Struct, frozen=True):
         if isinstance(self.form, TiledForm):
             return 0
         return self.most_seen_pixels // self.unit**2 + self.form.added
+
+    def bounded(self, pixels: PixelBounds) -> "VisionCard":
+        """The card for a picture whose pixels a request bounds, but to no more than there may be.
+        ValueError: the processor does not know such bounds, or there are fewer pixels."""
+        if pixels == UNBOUNDED:
+            return self
+        if self.rule != "qwen2_vl":
+            raise ValueError("the model's processor knows no min_pixels and max_pixels")
+        if not 0 <= min(pixels) <= max(pixels) <= self.max_pixels:
+            limit = f"{self.max_pixels} at most, as the model's own files say"
+            raise ValueError(f"min_pixels and max_pixels can be {limit}")
+        least, most = pixels[0] or self.min_pixels, pixels[1] or self.max_pixels
+        return msgspec.structs.replace(self, min_pixels=least, max_pixels=most)
 
     def cuts(self, width: int, height: int) -> list[PictureCut]:
         """The pixels that patches are made of. Boxes are of one size, and lie one below the other

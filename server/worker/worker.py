@@ -316,7 +316,7 @@ class Worker:
         if asker is None or self.pictures is None:
             return
         number, request = asker
-        missing = self.pictures.wanted(frame.key, request, frame.pictures)
+        missing = self.pictures.wanted(frame.key, request, frame.spans)
         if missing and number in self._connections:
             identity = (request.request_id, request.attempt, request.choice)
             self._connections[number].send(PicturesMissing(*identity, missing))

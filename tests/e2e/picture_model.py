@@ -117,14 +117,21 @@ class Oracle:
 
     @torch.inference_mode()
     def answer(
-        self, messages: list[dict[str, Any]], files: Sequence[bytes], adapter: str | None, most: int
+        self,
+        messages: list[dict[str, Any]],
+        files: Sequence[bytes],
+        adapter: str | None,
+        most: int,
+        **sizes: Any,
     ) -> tuple[list[int], list[int]]:
-        """Ids of the prompt and of the greedy answer. messages: with parts of type `image`."""
+        """Ids of the prompt and of the greedy answer. messages: with parts of type `image`. sizes:
+        what the processor is called with.
+        """
         text = self.prompt(messages)
         inputs: dict[str, Any] = {}
         if files:
             seen = [ImageOps.exif_transpose(Image.open(io.BytesIO(data))) for data in files]
-            inputs = dict(self.processor(seen, return_tensors="pt"))
+            inputs = dict(self.processor(seen, return_tensors="pt", **sizes))
             for grid in inputs["image_grid_thw"]:
                 text = text.replace("<|image_pad|>", "<place>" * (int(grid.prod()) // 4), 1)
             text = text.replace("<place>", "<|image_pad|>")

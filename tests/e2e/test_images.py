@@ -111,6 +111,31 @@ def test_chats_are_those_of_transformers(served: tuple[Serving, Oracle]) -> None
         assert found[index]["usage"]["prompt_tokens"] == len(prompt)
 
 
+def test_sizes_that_a_request_asks_for(served: tuple[Serving, Oracle]) -> None:
+    """Beside the same image in its usual size, whose results and pages are kept."""
+    serving, oracle = served
+    sent, read, files = parts("wide", "so?")
+    sized = [sent[0] | {"min_pixels": 1568, "max_pixels": 3136}, *sent[1:]]
+    usual = dict(oracle.processor.size)
+    asked = [
+        (sent, {}, usual),
+        (sized, {}, {"shortest_edge": 1568, "longest_edge": 3136}),
+        (sent, {"mm_processor_kwargs": {"max_pixels": 3136}}, usual | {"longest_edge": 3136}),
+        (sent, {}, usual),
+    ]
+    prompts = []
+    for content, options, size in asked:
+        messages = [{"role": "user", "content": content}]
+        body = {"model": "one", "messages": messages, "max_tokens": MOST, **GREEDY, **options}
+        found = post(serving, "/v1/chat/completions", body | {"return_token_ids": True})
+        said = [{"role": "user", "content": read}]
+        prompt, answer = oracle.answer(said, files, "one", MOST, size=size)
+        assert found["prompt_token_ids"] == prompt
+        assert found["choices"][0]["token_ids"] == answer
+        prompts.append(len(prompt))
+    assert prompts[1] < prompts[0]
+
+
 @pytest.mark.exhaustive
 def test_a_photo_of_twelve_megapixels(tmp_path: Path) -> None:
     save_all(tmp_path)

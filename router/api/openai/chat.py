@@ -29,7 +29,7 @@ from loraplex.router.api.openai.openai_formatter import (
     stopped,
 )
 from loraplex.router.api.request.body import decode_plain, require
-from loraplex.router.api.request.chat_messages import Message, to_template
+from loraplex.router.api.request.chat_messages import Message, check_pixels, to_template
 from loraplex.router.api.request.fields import BOUNDS, NonNegative, Positive, ThinkingTokens
 from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
 from loraplex.router.api.request.known_elsewhere import Elsewhere, without_refused
@@ -45,6 +45,7 @@ from loraplex.router.call import (
 )
 from loraplex.router.parts.parts import CallDelta
 from loraplex.router.tools.tools import Tools
+from loraplex.server.protocol import PixelBounds
 
 _BROKEN_CHARACTER = "�"
 
@@ -345,6 +346,21 @@ def bytes_of(text: str) -> list[int] | None:
     return None if _BROKEN_CHARACTER in text else list(text.encode())
 
 
+class ImageSize(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The fewest and the most pixels, as transformers' processors of Qwen call them."""
+
+    shortest_edge: Positive | None = None
+    longest_edge: Positive | None = None
+
+
+class ImageOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Options of the model's processor of images: pixels of a resized image."""
+
+    min_pixels: Positive | None = None
+    max_pixels: Positive | None = None
+    size: ImageSize | None = None
+
+
 class ChatBody(OpenAIBody, frozen=True, kw_only=True):
     """Body of a request to `/v1/chat/completions`. max_tokens: absent = all that fits.
 
@@ -355,7 +371,7 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
     text, for a template that does not write them. include_reasoning (vLLM's): answers contain their
     reasoning. separate_reasoning (SGLang's): apart from the text. stream_reasoning (SGLang's): as
     it comes, else at once when it is over. thinking_token_budget (vLLM's): tokens of the reasoning
-    at most; -1 = any number.
+    at most; -1 = any number. mm_processor_kwargs (vLLM's): sizes of all images that say none.
     """
 
     messages: list[Message]
@@ -378,6 +394,7 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None
     thinking_token_budget: ThinkingTokens | None = None
+    mm_processor_kwargs: ImageOptions | None = None
 
 
 class BatchChatBody(ChatBody, frozen=True, kw_only=True):
@@ -458,7 +475,20 @@ def _conversations(request: ChatBody, limits: ApiLimits) -> list[list[dict[str, 
         given = [(f"messages[{i}]", messages) for i, messages in enumerate(request.messages)]
     for where, messages in given:
         BOUNDS["messages"].check(messages, where, limits)
-    return [to_template(messages, where) for where, messages in given]
+    pixels = _pixels_of(request)
+    return [to_template(messages, where, pixels) for where, messages in given]
+
+
+def _pixels_of(request: ChatBody) -> PixelBounds:
+    """Returns the bounds of pictures that say none themselves. Raises RequestError."""
+    name, given = "mm_processor_kwargs", request.mm_processor_kwargs or ImageOptions()
+    size = given.size or ImageSize()
+    pairs = (given.min_pixels, size.shortest_edge), (given.max_pixels, size.longest_edge)
+    for pair in pairs:
+        require(None in pair or pair[0] == pair[1], "has two sizes", name)
+    least, most = ((own or of_size or 0) for own, of_size in pairs)
+    check_pixels((least, most), name)
+    return least, most
 
 
 def _reasoning_sent(request: ChatBody) -> ReasoningSent:

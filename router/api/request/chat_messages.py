@@ -6,22 +6,26 @@ import msgspec
 
 from loraplex.adapters.chat.conversation import REASONING
 from loraplex.router.api.request.body import check_size, require
+from loraplex.router.api.request.fields import Positive
 from loraplex.router.api.request.known_elsewhere import unsupported
 from loraplex.router.call import RequestError
+from loraplex.server.protocol import UNBOUNDED, PixelBounds
 
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 
 
 # Fields of other servers that say how large the model sees a picture; null alone passes.
-SIZES = ("min_pixels", "max_pixels", "min_dynamic_patch", "max_dynamic_patch")
+TILES = ("min_dynamic_patch", "max_dynamic_patch")
+PIXELS = ("min_pixels", "max_pixels")
 
 
 class ImageUrl(msgspec.Struct, frozen=True):
-    """A picture. url: a data URL, or where the picture is. The others are refused."""
+    """A picture. url: a data URL, or where the picture is. min_pixels, max_pixels: of the resized
+    picture, in place of those of the model's files. The others are refused."""
 
     url: str
-    min_pixels: Any = None
-    max_pixels: Any = None
+    min_pixels: Positive | None = None
+    max_pixels: Positive | None = None
     min_dynamic_patch: Any = None
     max_dynamic_patch: Any = None
 
@@ -36,12 +40,12 @@ class ContentPart(msgspec.Struct, frozen=True):
 class MessagePart(ContentPart, frozen=True):
     """A part of a message: `text` or `image_url`. OpenAI has further types, which are not served.
 
-    image_url: the address may stand there as it is. min_pixels, max_pixels are refused.
+    image_url: the address may stand there as it is. min_pixels, max_pixels: as of ImageUrl.
     """
 
     image_url: ImageUrl | str | None = None
-    min_pixels: Any = None
-    max_pixels: Any = None
+    min_pixels: Positive | None = None
+    max_pixels: Positive | None = None
 
 
 class FilePart(MessagePart, frozen=True):
@@ -87,19 +91,22 @@ class Message(msgspec.Struct, frozen=True):
     function_call: FunctionCall | None = None
 
 
-def to_template(messages: list[Message], where: str = "messages") -> list[dict[str, Any]]:
+def to_template(
+    messages: list[Message], where: str = "messages", pixels: PixelBounds = UNBOUNDED
+) -> list[dict[str, Any]]:
     """Converts messages to plain dicts for `loraplex.adapters.chat.conversation.shaped`; null
-    fields are left out. Parts with pictures have their addresses still.
+    fields are left out. Parts with pictures have their addresses still. pixels: of pictures that
+    say nothing themselves.
 
     Raises RequestError.
     """
     messages = _with_tool_calls(messages, where)
     check_size("".join(_spelled_arguments(messages)).encode())
-    return [_plain(message, f"{where}[{i}]") for i, message in enumerate(messages)]
+    return [_plain(message, f"{where}[{i}]", pixels) for i, message in enumerate(messages)]
 
 
-def _plain(message: Message, where: str) -> dict[str, Any]:
-    plain: dict[str, Any] = {"role": message.role, "content": _content(message, where)}
+def _plain(message: Message, where: str, pixels: PixelBounds) -> dict[str, Any]:
+    plain: dict[str, Any] = {"role": message.role, "content": _content(message, where, pixels)}
     for name in ("name", "tool_call_id"):
         value = getattr(message, name)
         if value is not None:
@@ -166,7 +173,9 @@ def _reasoning(message: Message, where: str) -> str | None:
     return found[0][1] if found else None
 
 
-def _content(message: Message, where: str) -> str | list[dict[str, Any]] | None:
+def _content(
+    message: Message, where: str, pixels: PixelBounds
+) -> str | list[dict[str, Any]] | None:
     content = message.content
     if content is None:
         is_assistant = message.role == "assistant"
@@ -180,10 +189,10 @@ def _content(message: Message, where: str) -> str | list[dict[str, Any]] | None:
     if isinstance(content, str):
         return content
     require(content, "expected at least one part", f"{where}.content")
-    return [_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
+    return [_part(part, f"{where}.content[{i}]", pixels) for i, part in enumerate(content)]
 
 
-def _part(part: MessagePart, param: str) -> dict[str, Any]:
+def _part(part: MessagePart, param: str, pixels: PixelBounds) -> dict[str, Any]:
     """Returns a part of a message as templates read it; a picture has its address and its place in
     the body. Raises RequestError.
     """
@@ -191,19 +200,32 @@ def _part(part: MessagePart, param: str) -> dict[str, Any]:
         return {"type": "image", "url": "", "where": param, "file_id": part.file_id}
     if part.type != "image_url":
         return text_part(part, param, "send text or an `image_url`")
-    given = part.image_url
-    _refuse_sizes(part, param)
-    if isinstance(given, ImageUrl):
-        _refuse_sizes(given, f"{param}.image_url")
-    url = given.url if isinstance(given, ImageUrl) else given
-    require(url is not None, "expected `image_url`", param)
-    return {"type": "image", "url": url, "where": f"{param}.image_url"}
-
-
-def _refuse_sizes(given: ImageUrl | MessagePart, where: str) -> None:
-    for name in SIZES:
+    given, where = part.image_url, f"{param}.image_url"
+    for name in TILES:
         if getattr(given, name, None) is not None:
             raise unsupported(f"{where}.{name}", "the model's own files say how images are read")
+    url = given.url if isinstance(given, ImageUrl) else given
+    require(url is not None, "expected `image_url`", param)
+    least, most = (
+        _bound(part, given, name, where) or usual
+        for name, usual in zip(PIXELS, pixels, strict=True)
+    )
+    check_pixels((least, most), where)
+    return {"type": "image", "url": url, "where": where, "pixels": (least, most)}
+
+
+def _bound(part: MessagePart, given: ImageUrl | str | None, name: str, where: str) -> int:
+    """A bound of a picture's pixels, which may stand in both; 0 = in none. Raises RequestError."""
+    beside, within = getattr(part, name), getattr(given, name, None)
+    is_one = None in (beside, within) or beside == within
+    require(is_one, f"contradicts `{name}` beside it", f"{where}.{name}")
+    return int(beside or within or 0)
+
+
+def check_pixels(pixels: PixelBounds, where: str) -> None:
+    """Raises RequestError where there can be no picture of so many pixels."""
+    least, most = pixels
+    require(not most or least <= most, "has more min_pixels than max_pixels", where)
 
 
 def text_part(part: ContentPart, param: str, hint: str = "send text") -> dict[str, Any]:

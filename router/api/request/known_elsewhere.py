@@ -123,7 +123,8 @@ ELSEWHERE: dict[str, Elsewhere] = {
     # Other inputs and outputs
     **_row("modalities", _TEXTS, ["text"]),
     **_row("image_data multi_modal_data multi_modal_uuids", "messages hold images"),
-    **_row("images_config mm_processor_kwargs media_io_kwargs", _IMAGES),
+    **_row("mm_processor_kwargs", _CHAT),
+    **_row("images_config media_io_kwargs", _IMAGES),
     **_row("min_dynamic_patch max_dynamic_patch", _IMAGES),
     **_row("audio web_search_options prompt_embeds use_audio_in_video", _INPUTS),
     **_row("embed_dtype", "numbers are float32", "float32"),

@@ -14,7 +14,7 @@ from urllib.parse import unquote
 import msgspec
 
 from loraplex.router.call import Api, GenerationCall, GivenPicture, RequestError
-from loraplex.server.protocol import ModelCard, VisionCard
+from loraplex.server.protocol import UNBOUNDED, ModelCard, VisionCard
 
 MAX_PICTURES = 128
 # LoRAX's form of a picture in a text.
@@ -30,7 +30,7 @@ def in_messages(messages: Messages) -> list[GivenPicture]:
     """Finds the pictures of a conversation, in order."""
     parts = (part for message in messages for part in _parts(message))
     return [
-        GivenPicture(part["url"], part["where"], part.get("file_id"))
+        GivenPicture(part["url"], part["where"], part.get("file_id"), part.get("pixels", UNBOUNDED))
         for part in parts
         if part["type"] == "image"
     ]
@@ -91,8 +91,18 @@ def check_given(call: GenerationCall, card: ModelCard) -> None:
         problem = "vectors are of texts alone, not of images"
     else:
         _check_count(given)
+        _check_pixels(given, card.vision)
         return
     raise RequestError("unsupported", f"`{where}`: {problem}", param=where)
+
+
+def _check_pixels(given: Sequence[GivenPicture], vision: VisionCard) -> None:
+    for one in given:
+        try:
+            vision.bounded(one.pixels)
+        except ValueError as error:
+            message = f"`{one.where}`: {error}"
+            raise RequestError("unsupported", message, param=one.where) from None
 
 
 def _in_call(call: GenerationCall) -> list[GivenPicture]:

@@ -60,12 +60,12 @@ class PictureCache:
     def get(self, key: PictureKey) -> PictureEntry | None:
         return self._entries.get(key)
 
-    def of(self, picture: str) -> list[PictureKey]:
-        """The places of a picture whose patches have not come, one for each grid and adapter."""
+    def of(self, picture: str, grid: Grid) -> list[PictureKey]:
+        """The places of a picture whose patches have not come, one for each adapter."""
         return [
             key
             for key, entry in self._entries.items()
-            if key.picture == picture and not entry.has_patches
+            if key[:2] == (picture, grid) and not entry.has_patches
         ]
 
     @property

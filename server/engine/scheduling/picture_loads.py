@@ -18,7 +18,12 @@ import msgspec
 
 from loraplex.server.engine.executor import PictureCopy, PictureIn, PictureLimits
 from loraplex.server.engine.memory.picture_cache import PictureCache, PictureKey, blocks_of
-from loraplex.server.engine.messages import EncodePicture, PicturesWanted, PictureTaken
+from loraplex.server.engine.messages import (
+    EncodePicture,
+    PictureFailed,
+    PicturesWanted,
+    PictureTaken,
+)
 from loraplex.server.engine.plan import PlacedPicture
 from loraplex.server.engine.scheduling.loading import AdapterLoads
 from loraplex.server.engine.scheduling.sequence import (
@@ -31,7 +36,6 @@ from loraplex.server.engine.scheduling.sequence import (
 
 # Pictures whose patches are on the device, or on their way: some pass the tower, the next come.
 _MOST_STARTED = 8
-_OTHER_SIZE = "the picture has {} patches, and its place in the prompt is for {}"
 _LOST = "the device failed while it computed the picture"
 
 
@@ -192,7 +196,8 @@ class PictureLoads:
                 self._lock(wanted, _Lock(adapter, sequence.request.adapter_scale))
             # Others may have asked for the same ones; but they may end, and their pictures' bytes
             # go with them.
-            missing = tuple(key.picture for key in wanted if not self.cache[key].has_patches)
+            spans = {PictureKey.of(span, acting): span for span in sequence.request.pictures}
+            missing = tuple(s for key, s in spans.items() if not self.cache[key].has_patches)
             if missing:
                 self._orders.wanted.append(PicturesWanted(sequence.key, missing))
 
@@ -224,10 +229,9 @@ class PictureLoads:
     # ---- answers of the worker and the executor
 
     def came(self, message: EncodePicture) -> list[LostPicture]:
-        """Patches are in host memory. Returns what waits for the picture in another size."""
-        there, problem = self.cache.of(message.picture), self._problem(message)
-        keys = [key for key in there if key.grid == message.grid] if problem is None else []
-        for key in keys:
+        """Patches are in host memory. Returns what waits for them, if they cannot be read."""
+        keys, problem = self.cache.of(message.picture, message.grid), self._problem(message)
+        for key in keys if problem is None else ():
             entry, lock = self.cache[key], self._locks.get(key)
             entry.has_patches = True
             place = (key.picture, key.grid, message.segment, message.rows, message.columns)
@@ -238,15 +242,12 @@ class PictureLoads:
             self._copies.append(_Started(key, copy))
         self._take_back(message.picture, message.segment, problem)
         self._start()
-        return [
-            self._fail(other, problem or _OTHER_SIZE.format(message.grid, other.grid))
-            for other in there
-            if other not in keys
-        ]
+        return [] if problem is None else [self._fail(key, problem) for key in keys]
 
-    def missing(self, picture: str, message: str) -> list[LostPicture]:
+    def missing(self, failed: PictureFailed) -> list[LostPicture]:
         """The worker has no patches of a picture."""
-        return [self._fail(key, message) for key in self.cache.of(picture)]
+        keys, message = self.cache.of(failed.picture, failed.grid), failed.message
+        return [self._fail(key, f"{failed.picture}: {message}") for key in keys]
 
     def is_in(self, news: PictureIn) -> list[LostPicture]:
         """The patches of the oldest picture on its way are on the device, or not to be had."""

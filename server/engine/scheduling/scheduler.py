@@ -163,7 +163,7 @@ class Scheduler:
                 self._fail(sequence, code, message)
             else:
                 self._settle(sequence)
-        self._fail_pictures(self.pictures.lost(), code)
+        self.fail_pictures(self.pictures.lost(), code)
 
     def slab_staged(self, staged: SlabStaged, now: float) -> None:
         copy = AdapterCopy(-1, staged.layout, staged.extents, ())
@@ -193,15 +193,13 @@ class Scheduler:
             self._fail_waiters(self.loads.take_waiters(news.digest), news.error)
 
     def picture_came(self, message: EncodePicture) -> None:
-        self._fail_pictures(self.pictures.came(message), "invalid_image")
-
-    def picture_missing(self, picture: str, message: str, code: ErrorCode) -> None:
-        self._fail_pictures(self.pictures.missing(picture, f"{picture}: {message}"), code)
+        self.fail_pictures(self.pictures.came(message), "invalid_image")
 
     def picture_news(self, news: PictureIn) -> None:
-        self._fail_pictures(self.pictures.is_in(news), "internal")
+        self.fail_pictures(self.pictures.is_in(news), "internal")
 
-    def _fail_pictures(self, failed: list[LostPicture], code: ErrorCode) -> None:
+    def fail_pictures(self, failed: list[LostPicture], code: ErrorCode) -> None:
+        """End the sequences that wait for pictures which do not come."""
         for sequences, message in failed:
             for sequence in sequences:
                 if sequence.state is not State.FINISHED:  # by another picture of its

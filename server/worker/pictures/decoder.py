@@ -64,11 +64,10 @@ class PictureDecoder:
         finally:
             self._turns.leave(turn)
 
-    async def pixels(self, data: bytes, grid: Grid) -> bytes:
+    async def pixels(self, job: DecodeJob) -> bytes:
         """Decodes and resizes a file, in a turn of the caller's. Raises NoPatches."""
-        job = msgspec.msgpack.encode(DecodeJob(data, grid))
         try:
-            reply = await self._pool.ask(job)
+            reply = await self._pool.ask(msgspec.msgpack.encode(job))
             outcome = msgspec.msgpack.decode(reply, type=DecodeOutcome)
         except HelperStopped as error:
             message = (

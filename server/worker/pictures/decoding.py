@@ -69,6 +69,7 @@ def _pixels(job: DecodeJob, card: VisionCard) -> bytes:
             _differs(opened.size)
         picture = _on_white(ImageOps.exif_transpose(opened))
     width, height = picture.size
+    card = card.bounded(job.pixels)
     if max(width, height) < 1 or card.grid(width, height) != job.grid:
         _differs(picture.size)
     tiles, resized = list[bytes](), picture

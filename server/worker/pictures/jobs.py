@@ -2,17 +2,19 @@
 
 import msgspec
 
-from loraplex.server.protocol import Grid
+from loraplex.server.protocol import UNBOUNDED, Grid, PixelBounds
 
 CPU_SECONDS = 10.0
 MEMORY_BYTES = 2 << 30
 
 
 class DecodeJob(msgspec.Struct, frozen=True, array_like=True):
-    """A picture to decode. data: its file. grid: the patches that its headers promise."""
+    """A picture to decode. data: its file. grid: the patches that its headers promise. pixels: as
+    of `PictureSpan`."""
 
     data: bytes
     grid: Grid
+    pixels: PixelBounds = UNBOUNDED
 
 
 class DecodeOutcome(msgspec.Struct, frozen=True, array_like=True):

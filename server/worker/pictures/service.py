@@ -1,8 +1,8 @@
 """Brings pictures from routers to the engine: files in, patches out. On the event loop.
 
 The engine says which pictures it waits for. Their files are kept for a while, or else asked of the
-router whose sequence it is; a file is decoded once, and its patches lie in host memory until the
-engine has taken them.
+router whose sequence it is; a file is decoded once for each size, and its patches lie in host
+memory until the engine has taken them.
 """
 
 import asyncio
@@ -14,9 +14,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from loraplex.server.engine.messages import EncodePicture, PictureFailed, PictureTaken, ToEngine
-from loraplex.server.protocol import BACKGROUND_PRIORITY, GenerateRequest, Grid
+from loraplex.server.protocol import BACKGROUND_PRIORITY, GenerateRequest, Grid, PictureSpan
 from loraplex.server.worker.metrics import WorkerMetrics
 from loraplex.server.worker.pictures.decoder import NoPatches, PictureDecoder
+from loraplex.server.worker.pictures.jobs import DecodeJob
 from loraplex.server.worker.pictures.segments import MAX_SEGMENTS, PatchSegment
 
 log = logging.getLogger(__name__)
@@ -25,14 +26,16 @@ log = logging.getLogger(__name__)
 MAX_KEPT_BYTES = 256 << 20
 # Of files that wait to be decoded, kept or not.
 MAX_WAITING_BYTES = 1 << 30
+# SHA-256 of a picture's file, and the patches that it is to have.
+_Sized = tuple[str, Grid]
 
 
 @dataclass(slots=True)
 class _Wanted:
-    """A picture that the engine waits for. tenant, is_batch: of the sequence that asked first.
-    askers: keys of the sequences that need it and have not ended."""
+    """A picture that the engine waits for. span: one of its places. tenant, is_batch: of the
+    sequence that asked first. askers: keys of the sequences that need it and have not ended."""
 
-    grid: Grid
+    span: PictureSpan
     tenant: str
     is_batch: bool
     askers: set[int] = field(default_factory=set)
@@ -52,36 +55,37 @@ class PictureService:
         self._metrics = metrics
         self._files: OrderedDict[str, bytes] = OrderedDict()
         self._kept_bytes = 0
-        self._wanted: dict[str, _Wanted] = {}
-        self._asked: dict[int, set[str]] = {}  # pictures of each sequence that asked for some
-        self._decoding: dict[str, asyncio.Task[None]] = {}
+        self._wanted: dict[_Sized, _Wanted] = {}
+        self._asked: dict[int, set[_Sized]] = {}  # pictures of each sequence that asked for some
+        self._decoding: dict[_Sized, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # these, and what lost engines waited for
         self._waiting_bytes = 0
         self._segments: dict[int, PatchSegment] = {}
         self._room = asyncio.Semaphore(MAX_SEGMENTS)
 
     def wanted(
-        self, key: int, request: GenerateRequest, pictures: tuple[str, ...]
+        self, key: int, request: GenerateRequest, spans: tuple[PictureSpan, ...]
     ) -> tuple[str, ...]:
         """The engine waits for these pictures of a sequence. Returns those whose files are not
         here; `arrived` brings them."""
-        grids = {span.picture: span.grid for span in request.pictures}
         is_batch = request.priority >= BACKGROUND_PRIORITY
-        self._asked.setdefault(key, set()).update(pictures)
-        for picture in pictures:
-            known = _Wanted(grids[picture], request.tenant, is_batch)
-            self._wanted.setdefault(picture, known).askers.add(key)
-            self._begin(picture)
-        return tuple(p for p in pictures if p not in self._files)
+        for span in spans:
+            sized = span.picture, span.grid
+            self._asked.setdefault(key, set()).add(sized)
+            known = _Wanted(span, request.tenant, is_batch)
+            self._wanted.setdefault(sized, known).askers.add(key)
+            self._begin(sized)
+        missing = dict.fromkeys(span.picture for span in spans)
+        return tuple(picture for picture in missing if picture not in self._files)
 
     def ended(self, key: int) -> None:
         """A sequence waits for nothing any more."""
-        for picture in self._asked.pop(key, ()):
-            wanted = self._wanted.get(picture)
+        for sized in self._asked.pop(key, ()):
+            wanted = self._wanted.get(sized)
             if wanted is not None:
                 wanted.askers.discard(key)
-                if not wanted.askers and picture not in self._decoding:
-                    del self._wanted[picture]
+                if not wanted.askers and sized not in self._decoding:
+                    del self._wanted[sized]
 
     def arrived(self, picture: str, data: bytes) -> None:
         """A picture's file came from a router. picture: its SHA-256."""
@@ -91,7 +95,8 @@ class PictureService:
         while self._kept_bytes > MAX_KEPT_BYTES:
             _, oldest = self._files.popitem(last=False)
             self._kept_bytes -= len(oldest)
-        self._begin(picture)
+        for sized in [sized for sized in self._wanted if sized[0] == picture]:
+            self._begin(sized)
 
     def taken(self, frame: PictureTaken) -> None:
         """The engine does not read a segment any more."""
@@ -115,41 +120,41 @@ class PictureService:
         await self._decoder.close()
         await asyncio.gather(*self._tasks)
 
-    def _begin(self, picture: str) -> None:
+    def _begin(self, sized: _Sized) -> None:
         """Decodes a picture if it is wanted, and its file is here."""
-        wanted, data = self._wanted.get(picture), self._files.get(picture)
-        if wanted is None or data is None or picture in self._decoding:
+        wanted, data = self._wanted.get(sized), self._files.get(sized[0])
+        if wanted is None or data is None or sized in self._decoding:
             return
-        self._files.move_to_end(picture)
+        self._files.move_to_end(sized[0])
         if self._waiting_bytes + len(data) > MAX_WAITING_BYTES:
-            del self._wanted[picture]
+            del self._wanted[sized]
             message = "too many bytes of pictures wait to be decoded"
-            self._to_engine(PictureFailed(picture, message, "overloaded"))
+            self._to_engine(PictureFailed(*sized, message, "overloaded"))
             return
         self._waiting_bytes += len(data)
-        task = asyncio.create_task(self._decode(picture, wanted, data))
-        self._decoding[picture] = task
+        task = asyncio.create_task(self._decode(sized, wanted, data))
+        self._decoding[sized] = task
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _decode(self, picture: str, wanted: _Wanted, data: bytes) -> None:
+    async def _decode(self, sized: _Sized, wanted: _Wanted, data: bytes) -> None:
         segment, failed = None, None
         try:
             segment = await self._patches(wanted, data)
         except NoPatches as error:
-            failed = PictureFailed(picture, error.message, error.code)
+            failed = PictureFailed(*sized, error.message, error.code)
         self._waiting_bytes -= len(data)
-        is_late = self._decoding.get(picture) is not asyncio.current_task()
+        is_late = self._decoding.get(sized) is not asyncio.current_task()
         if is_late:
             self._drop(segment)
             return
-        del self._wanted[picture], self._decoding[picture]
+        del self._wanted[sized], self._decoding[sized]
         if failed is not None:
             self._to_engine(failed)
         elif segment is not None:
             self._segments[segment.begin] = segment
             place = (segment.begin, segment.rows, segment.columns)
-            self._to_engine(EncodePicture(picture, wanted.grid, *place))
+            self._to_engine(EncodePicture(*sized, *place))
 
     async def _patches(self, wanted: _Wanted, data: bytes) -> PatchSegment | None:
         """Makes patches of a file, and counts it. None: no sequence waits for the
@@ -178,8 +183,9 @@ class PictureService:
                 held.callback(self._room.release)
                 if not wanted.askers:
                     return None
-                pixels = await self._decoder.pixels(data, wanted.grid)
-            segment = await self._decoder.patches(pixels, wanted.grid)
+                job = DecodeJob(data, wanted.span.grid, wanted.span.pixels)
+                pixels = await self._decoder.pixels(job)
+            segment = await self._decoder.patches(pixels, wanted.span.grid)
             held.pop_all()
             return segment
 

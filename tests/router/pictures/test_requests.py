@@ -252,9 +252,91 @@ def test_markdown_names_its_scheme_in_any_case() -> None:
     assert ([one.url for one in given], text) == (["DATA:image/png;base64,AA"], "a<pic>b")
 
 
-SIZED = chat_part(data_url(SMALL))
+def sized(*, within: bool = False, **sizes: Any) -> dict[str, Any]:
+    """A part with sizes beside its address, or within it."""
+    part = chat_part(data_url(TURNED, "jpeg"))
+    return {**part, "image_url": part["image_url"] | sizes} if within else part | sizes
+
+
+SIZES: list[tuple[dict[str, Any], dict[str, Any], tuple[int, int], tuple[int, int, int]]] = [
+    (sized(max_pixels=4000), {}, (0, 4000), (1, 2, 4)),
+    (sized(within=True, max_pixels=4000), {}, (0, 4000), (1, 2, 4)),
+    (sized(min_pixels=20_000, max_pixels=50_000), {}, (20_000, 50_000), (1, 10, 12)),
+    (sized(), {"max_pixels": 4000}, (0, 4000), (1, 2, 4)),
+    (sized(), {"size": {"longest_edge": 4000}, "min_pixels": 784}, (784, 4000), (1, 2, 4)),
+    (sized(max_pixels=800), {"max_pixels": 4000, "min_pixels": 784}, (784, 800), (1, 2, 2)),
+    (sized(within=True, min_pixels=None), {"max_pixels": None}, (0, 0), (1, 6, 8)),
+]
+
+
+@pytest.mark.parametrize(("part", "options", "pixels", "grid"), SIZES)
+async def test_sizes_that_a_request_asks_for(
+    router: Running,
+    worker: FakeWorker,
+    part: dict[str, Any],
+    options: dict[str, Any],
+    pixels: tuple[int, int],
+    grid: tuple[int, int, int],
+) -> None:
+    answer = await chat(router, [part], mm_processor_kwargs=options)
+    assert answer.status_code == 200, answer.text
+    (request,) = worker.requests
+    (found,) = request.pictures
+    tokens = QWEN.form.tokens(grid)
+    assert (found.grid, found.length, found.pixels) == (grid, tokens, pixels)
+    assert request.prompt_ids == ids_of("<user>") + seen(tokens) + ids_of("<assistant>")
+
+
+async def test_one_image_in_two_sizes(router: Running, worker: FakeWorker) -> None:
+    answer = await chat(router, [sized(), sized(max_pixels=4000), sized()])
+    assert answer.status_code == 200, answer.text
+    spans = worker.requests[0].pictures
+    assert [span.grid for span in spans] == [(1, 6, 8), (1, 2, 4), (1, 6, 8)]
+    assert len({span.picture for span in spans}) == 1
+
+
+@pytest.mark.parametrize(
+    ("part", "options", "param", "words"),
+    [
+        (sized(max_pixels=1 << 24), {}, ".content[0].image_url", "1003520 at most"),
+        (sized(min_pixels=1 << 24), {}, ".content[0].image_url", "1003520 at most"),
+        (sized(min_pixels=9, max_pixels=8), {}, ".content[0].image_url", "more min_pixels"),
+        (
+            sized(max_pixels=900) | {"image_url": {"url": "data:", "max_pixels": 800}},
+            {},
+            ".content[0].image_url.max_pixels",
+            "contradicts",
+        ),
+        (sized(max_pixels="many"), {}, ".content[0].max_pixels", "int"),
+        (sized(max_pixels=0), {}, ".content[0].max_pixels", ">= 1"),
+        (sized(within=True, max_dynamic_patch=4), {}, ".max_dynamic_patch", "files say how"),
+        (sized(), {"do_resize": False}, "mm_processor_kwargs.do_resize", "unknown"),
+        (
+            sized(),
+            {"max_pixels": 1, "size": {"longest_edge": 2}},
+            "mm_processor_kwargs",
+            "two sizes",
+        ),
+        (sized(), {"max_pixels": 1, "min_pixels": 2}, "mm_processor_kwargs", "more min_pixels"),
+    ],
+)
+async def test_sizes_that_cannot_be(
+    router: Running,
+    worker: FakeWorker,
+    part: dict[str, Any],
+    options: dict[str, Any],
+    param: str,
+    words: str,
+) -> None:
+    answer = await chat(router, [part], mm_processor_kwargs=options)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"].endswith(param), error
+    assert words in error["message"]
+    assert not worker.requests
+
+
 BAD = [
-    (SIZED | {"max_pixels": 3136}, "unsupported_parameter", "files say how images are read"),
     (chat_part("DATA:image/png;base64,\N{SNOWMAN}"), "invalid_image", "no base64"),
     (chat_part("data:image/png,AA=="), "invalid_image", "expected data:image/TYPE"),
     (chat_part("data:image/png;base64,A"), "invalid_image", "no base64"),
@@ -275,8 +357,7 @@ async def test_what_is_no_picture_is_refused_by_name(
     assert (answer.status_code, error["code"]) == (400, code)
     assert words in error["message"]
     if code is not None:
-        field = "max_pixels" if "max_pixels" in part else "image_url"
-        assert error["param"] == f"messages[0].content[1].{field}"
+        assert error["param"] == "messages[0].content[1].image_url"
     assert not worker.requests
 
 

@@ -25,7 +25,7 @@ from loraplex.server.engine.messages import (
 from loraplex.server.engine.plan import SliceResult, StepPlan
 from loraplex.server.engine.scheduling.scheduler import Scheduler
 from loraplex.server.engine.scheduling.scheduler_config import SchedulerConfig
-from loraplex.server.protocol import GenerateRequest, SamplingParams, TokenEvent
+from loraplex.server.protocol import GenerateRequest, Grid, SamplingParams, TokenEvent
 from tests.certifying.certificates import CertifyOptions, certified_output, pictured_ids
 from tests.certifying.executor import CertifyingExecutor, FakeTicket
 from tests.server.engine.oracle import OracleSource
@@ -172,11 +172,11 @@ class Harness:
         self.scheduler.abort(key)
         self.exchange()
 
-    def send_picture(self, picture: str, **changes: Any) -> None:
-        """A picture's patches come, as decoded or with changes."""
+    def send_picture(self, picture: str, grid: Grid | None = None, **changes: Any) -> None:
+        """A picture's patches come, as decoded or with changes. grid: None = the picture's own."""
         limits = self.limits.pictures
         assert limits is not None
-        grid = self.grids[picture]
+        grid = grid or self.grids[picture]
         rows, self.segments = limits.form.patches(grid), self.segments + 1
         segment = self.segment(picture)
         message = EncodePicture(picture, grid, segment, rows, limits.columns)
@@ -190,8 +190,9 @@ class Harness:
     def _read_pictures(self) -> bool:
         """Carry pictures on as the loop does; whether anything happened."""
         asked, self.asked = (self.asked, []) if self.auto_pictures else ([], self.asked)
-        for picture in dict.fromkeys(each for message in asked for each in message.pictures):
-            self.send_picture(picture)  # a worker decodes it once for all
+        spans = (span for message in asked for span in message.spans)
+        for picture, grid in dict.fromkeys((span.picture, span.grid) for span in spans):
+            self.send_picture(picture, grid)  # a worker decodes it once for all
         pictures = self.scheduler.pictures
         if not pictures.busy:
             return bool(asked)

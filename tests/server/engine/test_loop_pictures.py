@@ -57,13 +57,12 @@ def test_a_stream_goes_on_between_chunks(depth: int) -> None:
         request = pictured([4, "d", "a", 7], max_tokens=5)
         engine.worker.submit(2, request)
         wanted = engine.worker.expect(PicturesWanted)
-        assert (wanted.key, wanted.pictures) == (2, ("d", "a"))
+        assert (wanted.key, wanted.spans) == (2, request.pictures)
         engine.worker.submit(1, make_request([5, 6], 60))
-        for picture in wanted.pictures:
-            grid = GRIDS[picture]
+        for picture, grid in ((span.picture, span.grid) for span in wanted.spans):
             patches = (grid[1] * grid[2], PICTURES.columns)
             engine.worker.send(EncodePicture(picture, grid, ord(picture), *patches))
-        taken = [engine.worker.expect(PictureTaken) for _ in wanted.pictures]
+        taken = [engine.worker.expect(PictureTaken) for _ in wanted.spans]
         assert [(each.segment, each.error) for each in taken] == [
             (ord("d"), None),
             (ord("a"), None),
@@ -89,7 +88,7 @@ def test_what_fails_ends_alone() -> None:
         for key, name in enumerate("ac", start=1):
             engine.worker.submit(key, pictured([4, name, 7]))
             engine.worker.expect(PicturesWanted)
-        engine.worker.send(PictureFailed("a", "no picture"))
+        engine.worker.send(PictureFailed("a", GRIDS["a"], "no picture"))
         engine.worker.send(EncodePicture("c", GRIDS["c"], ord("c"), 4, PICTURES.columns))
         assert engine.worker.expect(PictureTaken).error == "it is bad"
         ends = ((1, "invalid_image", "a: no picture"), (2, "internal", "it is bad"))

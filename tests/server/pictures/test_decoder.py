@@ -14,6 +14,7 @@ from loraplex.server.engine.shared_memory import HostMemory
 from loraplex.server.protocol import PictureFault, read_picture_head
 from loraplex.server.worker.pictures import decoder as decoder_module
 from loraplex.server.worker.pictures.decoder import NoPatches, PictureDecoder
+from loraplex.server.worker.pictures.jobs import DecodeJob
 from loraplex.server.worker.pictures.segments import PatchMemory, memory_bytes
 from tests.lost_helpers import helpers, kill_helpers
 from tests.server.pictures.cards import QWEN
@@ -99,7 +100,7 @@ async def end(decoder: PictureDecoder, data: bytes) -> str:
     except (PictureFault, ValueError) as error:
         return str(error)
     try:
-        pixels = await decoder.pixels(data, grid)
+        pixels = await decoder.pixels(DecodeJob(data, grid))
         (await decoder.patches(pixels, grid)).remove()
     except NoPatches as error:
         return error.message if error.code == "invalid_image" else error.code
@@ -114,14 +115,14 @@ def test_files_become_patches_in_host_memory() -> None:
             data = written(kind, "RGB", 90, 61, 1, 1 if kind == "GIF" else 6)
             head = read_picture_head(data)
             grid = QWEN.grid(head.width, head.height)
-            segment = await decoder.patches(await decoder.pixels(data, grid), grid)
+            segment = await decoder.patches(await decoder.pixels(DecodeJob(data, grid)), grid)
             wanted, _ = expected(data, QWEN)
             held = np.frombuffer(memory.view, np.float32, wanted.size, segment.begin)
             np.testing.assert_array_equal(held.reshape(segment.rows, segment.columns), wanted)
             segment.remove()
             kill_helpers(decoder_module._MODULE)  # the next question finds another process
         with pytest.raises(NoPatches, match="headers do not say"):
-            await decoder.pixels(written("PNG", "RGB", 90, 61), (1, 2, 2))
+            await decoder.pixels(DecodeJob(written("PNG", "RGB", 90, 61), (1, 2, 2)))
         await decoder.close()
 
     asyncio.run(main())

@@ -27,7 +27,14 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from loraplex.server.model.tower.geometry import patch_places
-from loraplex.server.protocol import Grid, PictureForm, TiledForm, VisionCard, read_picture_head
+from loraplex.server.protocol import (
+    Grid,
+    PictureForm,
+    PixelBounds,
+    TiledForm,
+    VisionCard,
+    read_picture_head,
+)
 from loraplex.server.worker.pictures.decoding import outcome
 from loraplex.server.worker.pictures.jobs import DecodeJob
 from loraplex.server.worker.pictures.patches import write_patches
@@ -77,10 +84,12 @@ TILES = {
 CARDS = {"small": SMALL, "small3": SMALL3, **CLIPS, **PIXTRALS, **TILES}
 
 
-def patches_of(data: bytes, card: VisionCard) -> tuple[np.ndarray, tuple[int, int, int]]:
+def patches_of(
+    data: bytes, card: VisionCard, pixels: PixelBounds = (0, 0)
+) -> tuple[np.ndarray, tuple[int, int, int]]:
     head = read_picture_head(data)
-    grid = card.grid(head.width, head.height)
-    found = outcome(DecodeJob(data, grid), card)
+    grid = card.bounded(pixels).grid(head.width, head.height)
+    found = outcome(DecodeJob(data, grid, pixels), card)
     assert found.fault is None
     patches = np.full((card.form.patches(grid), card.columns), np.nan, np.float32)
     write_patches(found.pixels, grid, card, patches)
@@ -207,6 +216,31 @@ def test_every_mode_is_read_as_by_transformers(kind: str, mode: str, card: Visio
         wanted, wanted_grid = expected(data, card)
         assert_grid(card, grid, wanted_grid)
         np.testing.assert_array_equal(patches, wanted)
+
+
+@pytest.mark.parametrize("pixels", [(0, 784), (0, 3000), (200_000, 0), (3136, 60_000), (900, 900)])
+def test_bounds_of_a_request_are_those_of_the_processor(pixels: PixelBounds) -> None:
+    """Both, or one beside the other of the file, which may be larger than the most."""
+    least, most = pixels[0] or QWEN.min_pixels, pixels[1] or QWEN.max_pixels
+    bounded = msgspec.structs.replace(QWEN, min_pixels=least, max_pixels=most)
+    for seed, (width, height) in enumerate(((28, 28), (57, 83), (300, 41), (3, 200), (500, 401))):
+        data = written("PNG", "RGB", width, height, seed)
+        patches, grid = patches_of(data, QWEN, pixels)
+        wanted, wanted_grid = expected(data, bounded)
+        assert grid == wanted_grid
+        np.testing.assert_array_equal(patches, wanted)
+        if grid != QWEN.grid(width, height):
+            assert "headers do not say" in str(outcome(DecodeJob(data, grid), QWEN).fault)
+
+
+def test_bounds_are_within_those_of_the_files() -> None:
+    for pixels in ((0, QWEN.max_pixels + 1), (QWEN.max_pixels + 1, 0), (-1, 0)):
+        with pytest.raises(ValueError, match="1003520 at most"):
+            QWEN.bounded(pixels)
+    for card in (PIXTRAL, CLIP, TILED, GEMMA4):
+        assert card.bounded((0, 0)) == card
+        with pytest.raises(ValueError, match="knows no min_pixels"):
+            card.bounded((0, 784))
 
 
 @pytest.mark.parametrize("orientation", range(2, 9))

@@ -6,6 +6,7 @@ import os
 from collections.abc import Awaitable, Callable
 from functools import partial
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -16,6 +17,7 @@ from loraplex.server.protocol import GenerateRequest, Grid, PictureSpan, Samplin
 from loraplex.server.worker.metrics import WorkerMetrics
 from loraplex.server.worker.pictures import service as service_module
 from loraplex.server.worker.pictures.decoder import NoPatches, PictureDecoder
+from loraplex.server.worker.pictures.jobs import DecodeJob
 from loraplex.server.worker.pictures.segments import (
     MAX_SEGMENTS,
     PatchMemory,
@@ -30,19 +32,24 @@ ARENA_BYTES = 1 << 16
 
 
 class Decoder(PictureDecoder):
-    """Decodes nothing. asked: files whose patches were wanted; each waits until `go` is set."""
+    """Decodes nothing. jobs: what was wanted; each waits until `go` is set."""
 
     def __init__(self, memory: PatchMemory) -> None:
         super().__init__(QWEN, memory)
-        self.asked: list[bytes] = []
+        self.jobs: list[DecodeJob] = []
         self.go = asyncio.Event()
 
-    async def pixels(self, data: bytes, grid: Grid) -> bytes:
-        self.asked.append(data)
+    async def pixels(self, job: DecodeJob) -> bytes:
+        self.jobs.append(job)
         await self.go.wait()
-        if data == b"bad":
+        if job.data == b"bad":
             raise NoPatches("invalid_image", "no picture")
-        return data
+        return job.data
+
+    @property
+    def asked(self) -> list[bytes]:
+        """Files whose patches were wanted."""
+        return [job.data for job in self.jobs]
 
     async def patches(self, pixels: bytes, grid: Grid) -> PatchSegment:
         segment = self._memory.segment(4, 3)
@@ -64,6 +71,10 @@ class Bench:
         self.sent: list[ToEngine] = []
         self.metrics = WorkerMetrics()
         self.service = PictureService(self.decoder, self.sent.append, self.metrics)
+
+    def wants(self, key: int, wanted: GenerateRequest) -> tuple[str, ...]:
+        """A sequence waits for all of its pictures."""
+        return self.service.wanted(key, wanted, wanted.pictures)
 
     async def settle(self) -> None:
         """Lets all tasks run that can."""
@@ -100,11 +111,11 @@ def run(body: Callable[[Bench], Awaitable[None]]) -> None:
 def test_a_picture_is_asked_for_decoded_once_and_handed_over() -> None:
     async def body(bench: Bench) -> None:
         service = bench.service
-        assert service.wanted(1, request("a", "b"), ("a", "b")) == ("a", "b")
-        assert service.wanted(2, request("a"), ("a",)) == ("a",)
+        assert bench.wants(1, request("a", "b")) == ("a", "b")
+        assert bench.wants(2, request("a")) == ("a",)
         service.arrived("a", b"data")
         service.arrived("a", b"data")
-        assert service.wanted(3, request("a"), ("a",)) == ()
+        assert bench.wants(3, request("a")) == ()
         bench.decoder.go.set()
         await bench.settle()
         assert bench.decoder.asked == [b"data"]
@@ -116,9 +127,30 @@ def test_a_picture_is_asked_for_decoded_once_and_handed_over() -> None:
         service.taken(PictureTaken("a", frame.segment))
         assert bench.taken_bytes == 0
         # Asked again, as after a preemption: the file is still here.
-        assert service.wanted(4, request("a"), ("a",)) == ()
+        assert bench.wants(4, request("a")) == ()
         await bench.settle()
         assert len(bench.segments()) == 2
+
+    run(body)
+
+
+def test_two_sizes_of_a_picture_are_made_of_one_file() -> None:
+    async def body(bench: Bench) -> None:
+        bench.decoder.go.set()
+        first, small = request("a"), (1, 2, 1)
+        span = PictureSpan(0, 1, "a", small, (0, 784))
+        other = msgspec.structs.replace(first, pictures=(span,))
+        assert bench.wants(1, first) == bench.wants(2, other) == ("a",)
+        bench.service.arrived("a", b"data")
+        await bench.settle()
+        frames = [frame for frame in bench.sent if isinstance(frame, EncodePicture)]
+        assert [frame.grid for frame in frames] == [GRID, small]
+        assert [(job.grid, job.pixels) for job in bench.decoder.jobs] == [
+            (GRID, (0, 0)),
+            (small, (0, 784)),
+        ]
+        for segment in bench.segments():
+            bench.service.taken(PictureTaken("a", segment))
 
     run(body)
 
@@ -126,10 +158,10 @@ def test_a_picture_is_asked_for_decoded_once_and_handed_over() -> None:
 def test_what_cannot_be_decoded_fails() -> None:
     async def body(bench: Bench) -> None:
         bench.decoder.go.set()
-        bench.service.wanted(5, request("a"), ("a",))
+        bench.wants(5, request("a"))
         bench.service.arrived("a", b"bad")
         await bench.settle()
-        assert bench.sent == [PictureFailed("a", "no picture", "invalid_image")]
+        assert bench.sent == [PictureFailed("a", GRID, "no picture", "invalid_image")]
         text, _ = bench.metrics.meters.render("")
         assert b'loraplex_worker_images_total{outcome="refused"} 1.0' in text
 
@@ -140,10 +172,10 @@ def test_what_fails_for_an_unknown_reason_fails_and_holds_no_room() -> None:
     async def body(bench: Bench) -> None:
         bench.decoder.go.set()
         for key in range(2 * MAX_SEGMENTS):
-            bench.service.wanted(key, request("a"), ("a",))
+            bench.wants(key, request("a"))
             bench.service.arrived("a", b"strange")
             await bench.settle()
-            failed = PictureFailed("a", "the picture could not be decoded", "internal")
+            failed = PictureFailed("a", GRID, "the picture could not be decoded", "internal")
             assert bench.sent == [failed] * (key + 1)
 
     run(body)
@@ -152,8 +184,8 @@ def test_what_fails_for_an_unknown_reason_fails_and_holds_no_room() -> None:
 def test_nothing_is_kept_for_sequences_that_have_ended() -> None:
     async def body(bench: Bench) -> None:
         service = bench.service
-        service.wanted(1, request("a", "b"), ("a", "b"))
-        service.wanted(2, request("b", "c"), ("b", "c"))
+        bench.wants(1, request("a", "b"))
+        bench.wants(2, request("b", "c"))
         service.ended(1)
         service.ended(1)
         service.arrived("a", b"of the first")
@@ -177,9 +209,9 @@ def test_what_nobody_waits_for_any_more_is_not_decoded() -> None:
         names = tuple(f"{i}" for i in range(MAX_SEGMENTS + 2))
         for name in names:
             bench.service.arrived(name, name.encode())
-        bench.service.wanted(1, request(*names), names)
+        bench.wants(1, request(*names))
         await bench.settle()
-        bench.service.wanted(2, request(names[-1]), names[-1:])
+        bench.wants(2, request(names[-1]))
         bench.service.ended(1)
         bench.decoder.go.set()
         await bench.settle()
@@ -197,13 +229,13 @@ def test_files_that_wait_to_be_decoded_are_bounded(monkeypatch: pytest.MonkeyPat
     message = "too many bytes of pictures wait to be decoded"
 
     async def body(bench: Bench) -> None:
-        bench.service.wanted(1, request("a", "b", "c"), ("a", "b", "c"))
+        bench.wants(1, request("a", "b", "c"))
         for name in ("a", "b", "c"):
             bench.service.arrived(name, b"12345")
-        assert bench.sent == [PictureFailed("c", message, "overloaded")]
+        assert bench.sent == [PictureFailed("c", GRID, message, "overloaded")]
         bench.decoder.go.set()
         await bench.settle()
-        bench.service.wanted(2, request("c"), ("c",))
+        bench.wants(2, request("c"))
         await bench.settle()
         assert len(bench.segments()) == 3
 
@@ -214,10 +246,10 @@ def test_the_next_engine_gets_nothing_of_the_last() -> None:
     async def body(bench: Bench) -> None:
         service = bench.service
         service.arrived("a", b"data")
-        service.wanted(6, request("a"), ("a",))
+        bench.wants(6, request("a"))
         await bench.settle()
         service.engine_lost()
-        service.wanted(7, request("a"), ("a",))
+        bench.wants(7, request("a"))
         await bench.settle()
         bench.decoder.go.set()
         await bench.settle()
@@ -235,7 +267,7 @@ def test_only_so_many_lie_in_host_memory() -> None:
         names = [f"{i}" for i in range(MAX_SEGMENTS + 3)]
         for name in names:
             bench.service.arrived(name, name.encode())
-        bench.service.wanted(8, request(*names), tuple(names))
+        bench.wants(8, request(*names))
         await bench.settle()
         assert len(bench.sent) == MAX_SEGMENTS
         for segment in bench.segments():
@@ -251,8 +283,8 @@ def test_many_pictures_of_one_tenant_hold_up_no_other() -> None:
         names = [f"{i}" for i in range(2 * MAX_SEGMENTS)]
         for name in (*names, "other"):
             bench.service.arrived(name, name.encode())
-        bench.service.wanted(1, request(*names, tenant="a"), tuple(names))
-        bench.service.wanted(2, request("other", tenant="b"), ("other",))
+        bench.wants(1, request(*names, tenant="a"))
+        bench.wants(2, request("other", tenant="b"))
         await bench.settle()
         assert bench.decoder.asked == [b"0", b"other"]
 
@@ -266,7 +298,7 @@ def test_files_are_kept_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
         bench.decoder.go.set()
         for name in ("a", "b", "c"):
             bench.service.arrived(name, b"12345")
-        assert bench.service.wanted(9, request("a", "b", "c"), ("a", "b", "c")) == ("a",)
+        assert bench.wants(9, request("a", "b", "c")) == ("a",)
         await bench.settle()
         assert bench.decoder.asked == [b"12345"] * 2
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from loraplex.server.engine.executor import PictureLimits
 from loraplex.server.engine.memory.picture_cache import PictureCache, PictureKey
+from loraplex.server.engine.messages import PictureFailed
 from loraplex.server.engine.plan import StepPlan
 from loraplex.server.engine.scheduling.sequence import State
 from loraplex.server.protocol import BACKGROUND_PRIORITY, GenerateRequest, PictureForm, PictureSpan
@@ -36,6 +37,11 @@ def harness(pictures: PictureLimits = PICTURES, **changes: Any) -> Harness:
     return made
 
 
+def miss(made: Harness, failed: PictureFailed) -> None:
+    """The worker has no patches of a picture."""
+    made.scheduler.fail_pictures(made.scheduler.pictures.missing(failed), failed.error)
+
+
 def pictured(parts: list[int | str], **changes: Any) -> GenerateRequest:
     """parts: tokens, and pictures between them."""
     ids, spans = list[int](), list[PictureSpan]()
@@ -57,7 +63,7 @@ def test_a_sequence_waits_for_its_pictures_and_reads_them() -> None:
     assert made.scheduler._sequences[key].state is State.NEEDS_PICTURES
     assert made.scheduler.stats().waiting == 1
     (asked,) = made.asked
-    assert (asked.key, asked.pictures) == (key, ("a", "b"))
+    assert (asked.key, asked.spans) == (key, request.pictures)
     other = made.submit(make_request([1, 2, 3]))
     made.run()
     assert made.last(other).finish == "length"
@@ -116,7 +122,7 @@ def test_a_picture_that_fails_ends_those_that_wait_for_it() -> None:
     made = harness()
     made.auto_pictures = False
     keys = [made.submit(pictured([1, *names])) for names in ("ab", "b", "a")]
-    made.scheduler.picture_missing("b", "it is no picture", "invalid_image")
+    miss(made, PictureFailed("b", GRIDS["b"], "it is no picture"))
     made.exchange()
     for key in keys[:2]:
         event = made.last(key)
@@ -133,18 +139,40 @@ def test_a_picture_that_fails_ends_those_that_wait_for_it() -> None:
     made.assert_at_rest()
 
 
-def test_a_picture_of_another_size_than_was_said() -> None:
+def test_patches_that_are_not_those_of_their_size() -> None:
     made = harness()
     made.auto_pictures = False
     key = made.submit(pictured([1, "a"]))
     made.asked.clear()
-    made.send_picture("a", grid=(1, 2, 4), rows=8)
-    assert made.last(key).error == "invalid_image"
-    assert "(1, 2, 4)" in str(made.last(key).message)
-    key = made.submit(pictured([1, "a"]))
-    made.asked.clear()
     made.send_picture("a", rows=15)
     assert made.last(key).error == "invalid_image"
+    made.assert_at_rest()
+
+
+def test_a_picture_in_two_sizes_is_two_pictures() -> None:
+    """In one prompt, and in prompts that begin alike; neither waits for the other's patches."""
+    made, small = harness(max_step_tokens=64), (1, 2, 8)
+    large = pictured([4, "a", "a", 9])
+    span = msgspec.structs.replace(large.pictures[1], grid=small)
+    both = msgspec.structs.replace(large, pictures=(large.pictures[0], span))
+    other = pictured([4, "a", 9])
+    other = msgspec.structs.replace(
+        other, pictures=(msgspec.structs.replace(other.pictures[0], grid=small),)
+    )
+    made.auto_pictures = False
+    keys = [made.submit(request) for request in (both, other)]
+    assert [len(asked.spans) for asked in made.asked] == [2, 1]
+    made.asked.clear()
+    made.send_picture("a", small)
+    made.run()
+    assert made.tokens(keys[1]) == right(made, other)
+    assert not made.events.get(keys[0])
+    miss(made, PictureFailed("a", small, "it is too late for that"))
+    made.send_picture("a")
+    made.run()
+    assert made.tokens(keys[0]) == right(made, both)
+    assert made.events[keys[0]][0].cached_tokens == 0
+    assert made.tokens(keys[0]) != right(made, large)
     made.assert_at_rest()
 
 

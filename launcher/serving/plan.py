@@ -94,10 +94,15 @@ def _under_first_name(
 ) -> tuple[WorkerConfig, list[str]]:
     """The config of the first base's workers, and the names of all bases. Raises OptionError."""
     first = (*worker.model_names, name_of(worker.model))[0]
-    names = [first, *(name for name, _ in also)]
-    if len(set(names)) < len(names):
-        raise OptionError(f"--also: each base needs a name of its own, got {', '.join(names)}")
-    return under_name(worker, first), names
+    models: dict[str, str] = {first: worker.model}
+    for name, model in also:
+        if name in models:
+            raise OptionError(
+                f"--also: {models[name]} and {model} are both called {name!r}; each base needs a "
+                "name of its own: --also NAME=MODEL names a further base, --model-name the first"
+            )
+        models[name] = model
+    return under_name(worker, first), [*models]
 
 
 def with_demo_name(config: WorkerConfig) -> WorkerConfig:

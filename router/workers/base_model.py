@@ -39,8 +39,10 @@ class BaseModel:
     Another model may take the place of one that is idle. Workers of one base may differ in their
     options, as during a rolling restart. name: as the operator declares it; "" = the only one,
     whatever it is. roster: its connected workers. fleet: brings sequences to them. turns: of all
-    bases together. running: requests that it answers.
+    bases together. running: requests that it answers. beside: the router's other bases.
     """
+
+    beside: Sequence["BaseModel"] = ()
 
     def __init__(
         self,
@@ -67,8 +69,13 @@ class BaseModel:
 
     @property
     def limits(self) -> ApiLimits:
-        """Limits of what bodies may ask for; without meaning before the first card."""
-        return self._limits
+        """Limits of what bodies may ask for; without meaning before the first card. A further name
+        that another base has, too, means neither."""
+        limits, shared = self._limits, {name for base in self.beside for name in base.names}
+        if shared.isdisjoint(limits.base_names):
+            return limits
+        own = (name for name in limits.base_names if name == self.name or name not in shared)
+        return msgspec.structs.replace(limits, base_names=tuple(own))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -154,7 +161,7 @@ class BaseModel:
 
     def is_named(self, name: str) -> bool:
         """Whether a request that says `name` means the base."""
-        known = () if self._text is None else self._limits.base_names
+        known = () if self._text is None else self.limits.base_names
         return name in (self.name, *known, *BASE_PLACEHOLDERS)
 
     def _names(self, card: ModelCard) -> tuple[str, ...]:

@@ -26,6 +26,8 @@ class Bases:
         self.all = tuple(all)
         self.first = self.all[0]
         self._by_name = {base.name: base for base in self.all}
+        for base in self.all:
+            base.beside = [other for other in self.all if other is not base]
 
     def __iter__(self) -> Iterator[BaseModel]:
         return iter(self.all)
@@ -87,9 +89,9 @@ class Bases:
         """The base that an adapter's config names. None for a name of no base, and for ""."""
         if not name:
             return None
-        exact = (base for base in self.all if name in (base.name, *base.names))
+        exact = (base for base in self.all if name in base.names)
         alike = (base for base in self.all if names_base(name, (base.name, *base.names)))
-        return next(exact, None) or next(alike, None)
+        return self.find(name) or next(exact, None) or next(alike, None)
 
     def limits(self) -> ApiLimits:
         """Limits that no body breaks which some base would take."""

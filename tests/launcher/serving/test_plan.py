@@ -214,6 +214,15 @@ def test_further_bases_without_a_name_of_their_own(also: tuple[str, ...]) -> Non
         planned(*(f"--also={text}" for text in also))
 
 
+def test_folders_of_one_name_are_told_apart_by_options() -> None:
+    with pytest.raises(OptionError) as caught:
+        planned("/a/model", "--also=/b/model")
+    words = "/a/model and /b/model are both called 'model'", "--also NAME=", "--model-name"
+    assert all(word in str(caught.value) for word in words)
+    found = planned("/a/model", "--model-name=a", "--also=b=/b/model")
+    assert found.router.bases == ("a", "b")
+
+
 @pytest.mark.parametrize(
     ("gpus", "options", "groups"),
     [

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from loraplex.adapters.errors import AdapterError
@@ -55,9 +56,12 @@ def base_worker(name: str, digit: str, **card: Any) -> FakeWorker:
 
 @asynccontextmanager
 async def two_bases(
-    tmp_path: Path, *, credits: int = 64, **options: Any
+    tmp_path: Path, *, credits: int = 64, further: tuple[str, ...] = (), **options: Any
 ) -> AsyncIterator[tuple[Running, FakeWorker, FakeWorker]]:
+    """further: names that both have, too."""
     red, blue = base_worker(RED, "a"), base_worker(BLUE, "b", vocab_size=300)
+    for worker in (red, blue):
+        worker.card = msgspec.structs.replace(worker.card, names=(*worker.card.names, *further))
     red.credits = blue.credits = credits
     defaults: dict[str, Any] = {"adapters": ADAPTERS, "bases": (RED, BLUE), "admin_key": "boss"}
     async with (
@@ -116,6 +120,19 @@ async def test_each_name_goes_to_its_base(tmp_path: Path) -> None:
         assert not {r.adapter for r in red.requests} & {
             r.adapter for r in blue.requests if r.adapter
         }
+
+
+async def test_a_name_that_two_bases_have_means_neither(tmp_path: Path) -> None:
+    """As that of two folders; one that is declared still means its base."""
+    async with two_bases(tmp_path, further=("folder", BLUE)) as (router, red, blue):
+        assert await text(router, RED) == RED
+        assert await text(router, BLUE) == BLUE
+        for path in ("folder", "folder:sql"):
+            answer = await complete(router, path)
+            assert answer.status_code in (400, 404, 422), answer.text
+            assert "folder" in answer.text
+        assert (await router.client.get("/v1/models/folder")).status_code == 404
+        assert {request.adapter for worker in (red, blue) for request in worker.requests} == {None}
 
 
 async def test_wrong_bases_are_refused(tmp_path: Path) -> None:

@@ -100,6 +100,11 @@ def local_name(path: str) -> str:
     return quote(path, safe="/._+=,~-", errors="surrogateescape")
 
 
+def path_ref(path: str) -> str:
+    """Spells a path, which may be quoted already, as the reference of a folder."""
+    return f"local:{local_name(path_of_local(path).rstrip('/'))}"
+
+
 def path_of_local(name: str) -> str:
     """The path that the name of a `local` reference stands for."""
     return unquote(name, errors="surrogateescape")

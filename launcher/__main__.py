@@ -24,6 +24,7 @@ from loraplex.launcher.moved_line import Moved, move
 from loraplex.launcher.options import OptionError, build, options_of
 from loraplex.launcher.parity import command as parity_command
 from loraplex.launcher.router_client import json_text
+from loraplex.launcher.standard_streams import open_streams, written_to_the_end
 from loraplex.router.config import RouterConfig
 from loraplex.server.config import WorkerConfig
 
@@ -77,7 +78,10 @@ Command = Callable[[argparse.Namespace, Mapping[str, str]], None]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs a command. Exit codes: 0 done, 1 failed (one sentence on stderr), 2 misused."""
+    """Runs a command. Exit codes: 0 done, 1 failed (one sentence on stderr), 2 misused, 130 by
+    Ctrl-C, 141 where nobody reads stdout any more.
+    """
+    open_streams()
     words, moved = list(sys.argv[1:] if argv is None else argv), Moved()
     if words[:1] == ["serve"]:
         try:
@@ -85,6 +89,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         except OptionError as error:
             fail(str(error), 2)
         words[1:] = moved.words
+    try:
+        with written_to_the_end():
+            _run(words, moved)
+    except BrokenPipeError:
+        sys.exit(141)
+    except OSError as error:
+        where = "" if error.filename is None else f"{str(error.filename)[:200]}: "
+        fail(f"{where}{error.strerror or error or type(error).__name__}", 1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _run(words: Sequence[str], moved: Moved) -> None:
+    """Runs a command. Raises OSError, and ends the process where the command fails otherwise."""
     arguments = _parser().parse_args(words)
     arguments.moved = moved
     command: Command = arguments.command
@@ -101,8 +119,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         if lacking is None:
             raise
         fail(lacking, 1)
-    except KeyboardInterrupt:
-        sys.exit(130)
 
 
 def fail(sentence: str, code: int) -> None:
@@ -363,10 +379,7 @@ def _cache(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
 def _bench(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     bench_commands.read_keys(arguments, environ)
     run: Callable[[argparse.Namespace], None] = arguments.run
-    try:
-        run(arguments)
-    except OSError as error:
-        fail(str(error) or type(error).__name__, 1)
+    run(arguments)
 
 
 def _info(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:

@@ -42,7 +42,7 @@ def connect(url: str, admin_key: str) -> httpx.Client:
     if not admin_key.isascii():
         raise OptionError("the admin key must be ASCII, as it is sent in a header")
     return httpx.Client(
-        base_url=url,
+        base_url=server_url(url),
         headers=bearer(admin_key),
         timeout=TIMEOUT_S,
         verify=trusted_context(),
@@ -75,13 +75,16 @@ def send(http: httpx.Client, method: str, path: str, body: dict[str, Any] | None
     """Sends a request and gives the answer's JSON. Raises Failed."""
     try:
         answer = http.request(method, path, json=body)
-    except httpx.ConnectError as error:
-        raise Failed(
-            f"no router answers at {http.base_url} ({error}): start one, or say where it is (--url)"
-        ) from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise Failed(f"{http.base_url}: {error}") from error
+        raise _unanswered(http, error) from error
     return _content(http, answer)
+
+
+def _unanswered(http: httpx.Client, error: Exception) -> Failed:
+    if isinstance(error, httpx.ConnectError):
+        where = "start one, or say where it is (--url)"
+        return Failed(f"no router answers at {http.base_url} ({error}): {where}")
+    return Failed(f"{http.base_url}: {error}")
 
 
 def _content(http: httpx.Client, answer: httpx.Response) -> Any:
@@ -145,7 +148,7 @@ def _received(
         part = {"content-type": "application/x-tar", "content-range": f"bytes */{total}"}
         answer = http.put(path, headers=part | digest)
     except httpx.HTTPError:
-        raise Failed(f"{http.base_url}: {cause}") from cause
+        raise _unanswered(http, cause) from cause
     if answer.status_code != _INCOMPLETE:
         _content(http, answer)
     return int(answer.json()["received"])

@@ -25,7 +25,7 @@ _CHANGED_RETRY_S = 1.0
 # A loop of links, a file among the parents, a socket.
 _OF_KIND = (errno.ELOOP, errno.ENOTDIR, errno.ENXIO)
 # Errors of the disk that is written to, which the caller knows how to name.
-_OF_TARGET = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+_OF_TARGET = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 
 class LocalSource:
@@ -61,22 +61,22 @@ class LocalSource:
         self, ref: AdapterRef, token: str | None, name: str, folder: Path
     ) -> list[bytes] | None:
         source = self._folder(ref) / name
-        digests = None
-        with self._open(source, ref) as fd:
-            before = os.fstat(fd)
-            with (folder / name).open("xb", buffering=0) as target:
-                if share_bytes(fd, target.fileno()):
-                    copied = os.fstat(target.fileno()).st_size
-                else:
-                    into = target.fileno()
-                    copied, digests = copy_leaves(fd, into, before.st_size, self._run)
-            after = os.fstat(fd)
+        target, digests = folder / name, None
         try:
+            with self._open(source, ref) as fd:
+                before = os.fstat(fd)
+                with target.open("xb", buffering=0) as file:
+                    if share_bytes(fd, file.fileno()):
+                        copied = os.fstat(file.fileno()).st_size
+                    else:
+                        into = file.fileno()
+                        copied, digests = copy_leaves(fd, into, before.st_size, self._run)
+                after = os.fstat(fd)
             if copied != before.st_size or identity(before) != identity(after):
                 raise _changed(ref)
             self.list_files(ref, token)  # the files before this one are of the same revision, too
-        except AdapterError:
-            (folder / name).unlink()
+        except (AdapterError, OSError):
+            target.unlink(missing_ok=True)
             raise
         return digests
 

@@ -149,10 +149,6 @@ def run(arguments: argparse.Namespace, cache_dir: str) -> int:
     except (CheckpointError, ModelError) as error:
         sys.stderr.write(f"loraplex: {error}\n")
         return 1
-    except OSError as error:
-        where = "" if error.filename is None else f"{str(error.filename)[:200]}: "
-        sys.stderr.write(f"loraplex: {where}{error.strerror or error}\n")
-        return 1
     except AdapterError as error:
         if not error.violations:
             raise

@@ -113,4 +113,5 @@ class Journal:
 
 
 def _unusable(error: OSError) -> BatchError:
-    return BatchError(f"{error.filename or 'an output file'} cannot be used: {error.strerror}")
+    place = error.filename or "an output file"
+    return BatchError(f"{place} cannot be used: {error.strerror or error}")

@@ -13,6 +13,7 @@ from loraplex.adapters.ref import (
     is_pinned,
     name_fault,
     parse_ref,
+    path_ref,
 )
 from tests.adapters.refusals import refusal
 
@@ -226,6 +227,19 @@ def test_a_name_has_a_fault_or_is_one(text: str) -> None:
 )
 def test_the_character_at_fault_is_named(name: str, why: str) -> None:
     assert why in (name_fault(name) or "")
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/srv/loras/sql/", "/srv/loras/sql"),
+        ("/srv/my runs/ü@2", "/srv/my%20runs/%C3%BC%402"),
+        ("/srv/my%20runs/a", "/srv/my%20runs/a"),
+        ("/srv/100%", "/srv/100%25"),
+    ],
+)
+def test_a_path_is_a_folder_however_it_is_written(path: str, name: str) -> None:
+    assert parse_ref(path_ref(path)) == AdapterRef("local", name)
 
 
 def test_pinned_means_a_commit_or_a_fingerprint() -> None:

@@ -117,3 +117,8 @@ async def test_a_push_goes_on_where_its_connection_broke(tmp_path: Path) -> None
         assert pushed["upload"] == direct.json()["upload"]
         # The first connection carried the whole, of which nothing is kept; the next one a part.
         assert sum(breaking.sent) < cut + len(whole) + 10_000, "only what was missing comes again"
+
+
+def test_an_address_may_have_the_api_s_path() -> None:
+    with connect("http://127.0.0.1:8080/v1/", "") as http:
+        assert http.base_url == "http://127.0.0.1:8080"

@@ -9,7 +9,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.manifest import AdapterManifest
-from loraplex.adapters.ref import AdapterRef, RefSource, format_ref, name_fault, parse_ref
+from loraplex.adapters.ref import AdapterRef, RefSource, format_ref, name_fault, parse_ref, path_ref
 from loraplex.router.api.request.body import decode_body, field_fault, require
 from loraplex.router.call import RequestError
 from loraplex.router.names.registration import Registration, RolloutRequest
@@ -527,7 +527,7 @@ def parse_tenant(query: Mapping[str, str]) -> str | None:
 def parse_target(text: str, param: str, default_source: str) -> AdapterRef:
     """Parses the reference that a name shall mean; a path is a folder. Raises RequestError."""
     if text.startswith("/"):
-        text = f"local:{text}"
+        text = path_ref(text)
     try:
         ref = parse_ref(text, cast(RefSource, default_source))
     except AdapterError as error:

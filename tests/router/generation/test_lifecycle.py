@@ -314,10 +314,10 @@ async def test_what_is_declared_is_changed_where_it_is_declared(
 
 
 async def test_shapes_of_vllm(router: Running, worker: FakeWorker) -> None:
-    body = {"lora_name": "mine", "lora_path": "/srv/loras/one"}
+    body = {"lora_name": "mine", "lora_path": "/srv/my loras/one/"}
     answer = await router.client.post("/v1/load_lora_adapter", json=body)
     assert (answer.status_code, "'mine' added" in answer.text) == (200, True)
-    assert worker.loads[0].ref.name == "/srv/loras/one"
+    assert worker.loads[0].ref.name == "/srv/my%20loras/one"
     assert worker.loads[0].ref.source == "local"
     other = await router.client.post("/v1/load_lora_adapter", json=body | {"lora_path": "/srv/b"})
     assert other.status_code == 400

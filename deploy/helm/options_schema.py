@@ -1,9 +1,10 @@
 """Keeps the options in the chart's values.schema.json as `loraplex` has them.
 
-Run it after a change of an option: `.venv/bin/python -m deploy.helm.options_schema`. The schema
-leaves out options that the chart sets itself, from values of their own. It leaves out those by
-which workers enlist themselves, since a chart's routers know their workers' names. And it leaves
-out several processes in a pod, since more routers are more pods.
+Run it after a change of an option: `.venv/bin/python -m deploy.helm.options_schema`. Options of
+earlier versions stop `helm template` with their successors, and so do options that the chart sets
+itself, from values of their own. Among these are those by which workers enlist themselves, since a
+chart's routers know their workers' names, and several processes in a pod, since more routers are
+more pods.
 """
 
 import json
@@ -14,49 +15,53 @@ from pathlib import Path
 from typing import Any
 
 from loraplex.launcher.config import ROUTER_OPTIONS, WORKER_OPTIONS
-from loraplex.launcher.options import Option
+from loraplex.launcher.options import RETIRED, Option
 
-SCHEMA = Path(__file__).parent / "loraplex/values.schema.json"
-SET_BY_CHART = {
+CHART = Path(__file__).parent / "loraplex"
+SCHEMA = CHART / "values.schema.json"
+# Sentences of options that values must not have, by command and flag. Templates read it.
+GONE = CHART / "options.gone.yaml"
+# Values of the chart by the flags for which they stand; "" = no value, it is always the same.
+SET_BY_CHART: dict[str, dict[str, str]] = {
     "routerOptions": {
-        "adapter",
-        "adapters-file",
-        "base",
-        "cache-dir",
-        "drain-delay-s",
-        "drain-timeout-s",
-        "files-dir",
-        "host",
-        "hub-owner",
-        "keys-file",
-        "metrics-port",
-        "otlp-endpoint",
-        "port",
-        "redis",
-        "redis-prefix",
-        "request-timeout-s",
-        "router-processes",
-        "tls-cert",
-        "tls-key",
-        "uds",
-        "worker",
+        "adapter": "adapters",
+        "adapters-file": "adapters",
+        "base": "bases",
+        "cache-dir": "router.cacheSize",
+        "drain-delay-s": "router.drainDelaySeconds",
+        "drain-timeout-s": "router.drainSeconds",
+        "files-dir": "router.filesClaim",
+        "host": "",
+        "hub-owner": "hubOwners",
+        "keys-file": "secrets.apiKeys",
+        "metrics-port": "",
+        "otlp-endpoint": "tracing.endpoint",
+        "port": "router.port",
+        "redis": "redis",
+        "redis-prefix": "redis.prefix",
+        "request-timeout-s": "requestTimeoutSeconds",
+        "router-processes": "router.replicas",
+        "tls-cert": "router.tlsSecretName",
+        "tls-key": "router.tlsSecretName",
+        "uds": "",
+        "worker": "pools",
     },
     "workerOptions": {
-        "adapter-disk",
-        "advertise",
-        "cache-dir",
-        "device",
-        "drain-timeout-s",
-        "host",
-        "host-adapter-memory",
-        "hub-owner",
-        "model",
-        "model-name",
-        "port",
-        "redis",
-        "redis-prefix",
-        "revision",
-        "worker-id",
+        "adapter-disk": "worker.adapterDisk",
+        "advertise": "",
+        "cache-dir": "worker.cache",
+        "device": "worker.gpus",
+        "drain-timeout-s": "worker.drainSeconds",
+        "host": "",
+        "host-adapter-memory": "worker.hostAdapterMemory",
+        "hub-owner": "hubOwners",
+        "model": "model.id",
+        "model-name": "model.names",
+        "port": "",
+        "redis": "redis",
+        "redis-prefix": "redis.prefix",
+        "revision": "model.revision",
+        "worker-id": "",
     },
 }
 _BYTES = r"^[0-9]+(\.[0-9]+)?\s*([kKmMgGtT]([iI]?[bB])?|[bB])?$"
@@ -65,8 +70,11 @@ _BYTES = r"^[0-9]+(\.[0-9]+)?\s*([kKmMgGtT]([iI]?[bB])?|[bB])?$"
 def definitions() -> dict[str, Any]:
     """The schema of each command's options, by flag."""
     return {
-        "routerOptions": _options(ROUTER_OPTIONS, SET_BY_CHART["routerOptions"]),
-        "workerOptions": _options(WORKER_OPTIONS, SET_BY_CHART["workerOptions"]),
+        name: _options(of_command, SET_BY_CHART[name])
+        for name, of_command in (
+            ("routerOptions", ROUTER_OPTIONS),
+            ("workerOptions", WORKER_OPTIONS),
+        )
     }
 
 
@@ -77,12 +85,32 @@ def render() -> str:
     return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
 
 
+def gone() -> str:
+    """The sentences of options that the schema passes, so that a template can say why not."""
+    found = {
+        name.removesuffix("Options"): {
+            **{flag: f"is no option any more: {why}" for flag, why in RETIRED.items()},
+            **{flag: f"is set by the chart{_by(value)}" for flag, value in taken.items()},
+        }
+        for name, taken in SET_BY_CHART.items()
+    }
+    head = "# Written by deploy/helm/options_schema.py.\n"
+    return head + json.dumps(found, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def _by(value: str) -> str:
+    return f", from {value}" if value else ""
+
+
 def _options(options: Iterable[Option], taken: Collection[str]) -> dict[str, Any]:
     free = {o.flag: _option(o) for o in options if o.flag not in taken and not o.is_secret}
+    refused = "|".join(sorted({*RETIRED, *taken}))
     return {
         "type": "object",
         "additionalProperties": False,
         "properties": dict(sorted(free.items())),
+        # A template refuses these, and says what stands in their place.
+        "patternProperties": {f"^({refused})$": {}},
     }
 
 
@@ -109,6 +137,6 @@ def _value(option: Option) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    fresh = render()
-    SCHEMA.write_text(fresh)
-    sys.stdout.write(f"{SCHEMA}: {len(fresh)} bytes\n")
+    for path, fresh in ((SCHEMA, render()), (GONE, gone())):
+        path.write_text(fresh)
+        sys.stdout.write(f"{path}: {len(fresh)} bytes\n")

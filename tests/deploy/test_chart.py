@@ -356,6 +356,18 @@ def test_the_schema_knows_the_options_of_today() -> None:
     assert options_schema.SCHEMA.read_text() == options_schema.render(), (
         "run: .venv/bin/python -m deploy.helm.options_schema"
     )
+    assert options_schema.GONE.read_text() == options_schema.gone()
+
+
+def test_values_in_place_of_options_are_the_charts() -> None:
+    values: Object = yaml.safe_load((CHART / "values.yaml").read_text())
+    for taken in options_schema.SET_BY_CHART.values():
+        for place in filter(None, taken.values()):
+            found: object = values
+            for key in place.split("."):
+                assert isinstance(found, dict), place
+                assert key in found, place
+                found = found[key]
 
 
 @pytest.mark.parametrize(
@@ -376,7 +388,7 @@ def test_what_the_chart_keeps_to_itself_it_sets(command: str, options: tuple[Opt
     not_given = {"adapter", "model", "metrics-port", "router-processes", "uds"}
     if command == "worker":
         not_given |= {"advertise", "redis", "redis-prefix", "redis-password-file"}
-    unset = options_schema.SET_BY_CHART[f"{command}Options"] | secrets
+    unset = options_schema.SET_BY_CHART[f"{command}Options"].keys() | secrets
     assert unset - given <= not_given
 
 

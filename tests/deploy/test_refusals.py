@@ -82,6 +82,27 @@ UNFIT: list[tuple[str, Object, str]] = [
     ("small", {"router": {"options": {"auth": "keys"}}}, "callers need keys"),
     ("small", {"router": {"options": {"auth": "keys"}}}, "callers need keys"),
     ("small", {"redis": {"mode": "external"}}, "redis.url is needed"),
+    (
+        "small",
+        {"router": {"options": {"key-outage": "open"}}},
+        "router options.key-outage is no option any more: --quota-outage closed answers 503",
+    ),
+    (
+        "small",
+        {"worker": {"options": {"page-size": 32}}},
+        "worker options.page-size is no option any more: a page of the KV cache has 16 tokens",
+    ),
+    (
+        "small",
+        {"pools": [{"name": "a"}, {"name": "b", "options": {"max-waiting": 3}}]},
+        "pool b: options.max-waiting is no option any more: a worker takes a quarter",
+    ),
+    (
+        "small",
+        {"router": {"options": {"drain-timeout-s": 1}}},
+        "options.drain-timeout-s is set by the chart, from router.drainSeconds",
+    ),
+    ("small", {"worker": {"options": {"host": "::"}}}, "options.host is set by the chart"),
     ("hpa", {"redis": {"url": "redis://other:6379/0"}}, "redis.mode is bundled, not external"),
     (
         "small",
@@ -101,7 +122,6 @@ MISWRITTEN: list[tuple[Object, str]] = [
     ({"router": {"port": 80}}, "/router/port"),
     ({"router": {"options": {"max-quue": 1}}}, "max-quue"),
     ({"router": {"options": {"max-queue": 0}}}, "/router/options/max-queue"),
-    ({"router": {"options": {"drain-timeout-s": 1}}}, "drain-timeout-s"),
     ({"router": {"options": {"secret": "in the open"}}}, "secret"),
     ({"router": {"options": {"max-body-bytes": "lots"}}}, "/router/options/max-body-bytes"),
     ({"worker": {"options": {"dtype": "int3"}}}, "/worker/options/dtype"),

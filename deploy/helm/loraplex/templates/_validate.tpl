@@ -2,6 +2,11 @@
 
 {{- define "loraplex.validate" -}}
 {{- include "loraplex.validate.needed" . -}}
+{{- include "loraplex.validate.options" (dict "root" . "of" .Values.router "where" "router" "command" "router") -}}
+{{- include "loraplex.validate.options" (dict "root" . "of" .Values.worker "where" "worker" "command" "worker") -}}
+{{- range .Values.pools -}}
+{{- include "loraplex.validate.options" (dict "root" $ "of" . "where" (printf "pool %s:" .name) "command" "worker") -}}
+{{- end -}}
 {{- include "loraplex.validate.times" (dict "root" . "of" .Values.router "where" "router") -}}
 {{- if .Values.router.autoscaling.enabled -}}
 {{- include "loraplex.validate.bounds" (dict "scaling" .Values.router.autoscaling "where" "router") -}}
@@ -27,6 +32,16 @@
 {{- range list "router" "worker" -}}
 {{- if not (index $.Values.images .).repository -}}
 {{- fail (printf "images.%s.repository is needed: build deploy/images/%s.Dockerfile, push it, and name it here" . .) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Options of earlier versions, and those that the chart sets. dict: root, of, where, command */}}
+{{- define "loraplex.validate.options" -}}
+{{- $gone := index (.root.Files.Get "options.gone.yaml" | fromYaml) .command -}}
+{{- range $flag, $_ := .of.options -}}
+{{- with index $gone $flag -}}
+{{- fail (printf "%s options.%s %s" $.where $flag .) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -100,7 +100,7 @@ class TemplateOptions(msgspec.Struct, frozen=True):
     variables: dict[str, Any] = {}
     in_loop: bool = False
     effort: ReasoningEffort | None = None
-    thinks: Literal[True] | None = None
+    thinks: bool | None = None
     thinking_budget: int | None = None
     verbosity: Verbosity | None = None
 
@@ -193,6 +193,7 @@ def read_hints(options: TemplateOptions, read: Collection[str]) -> Hints:
     # Without reasoning, and at the usual length, a template need not know of it.
     needless = {
         "reasoning_effort": options.effort == "none",
+        "thinking": options.thinks is False,
         "verbosity": options.verbosity == "medium",
     }
     variables = {name: value for given in said.values() for name, value in given.items()}
@@ -206,7 +207,7 @@ def _hints(options: TemplateOptions) -> dict[str, dict[str, Any]]:
         off = dict.fromkeys(_SWITCHES, False) if effort == "none" else {}
         found["reasoning_effort"] = {"reasoning_effort": effort, **off}
     if options.thinks is not None:
-        found["thinking"] = dict.fromkeys(_SWITCHES, True)
+        found["thinking"] = dict.fromkeys(_SWITCHES, options.thinks)
     if options.thinking_budget is not None:
         found["thinking.budget_tokens"] = {"thinking_budget": options.thinking_budget}
     if options.verbosity is not None:

@@ -28,6 +28,12 @@ from loraplex.router.api.openai.openai_formatter import (
     state_of,
     stopped,
 )
+from loraplex.router.api.openai.reasoning_asked import (
+    ChatReasoning,
+    ChatThinking,
+    ReasoningWish,
+    reasoning_asked,
+)
 from loraplex.router.api.request.body import decode_plain, require
 from loraplex.router.api.request.chat_messages import Message, check_pixels, to_template
 from loraplex.router.api.request.fields import BOUNDS, NonNegative, Positive, ThinkingTokens
@@ -369,7 +375,8 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
     continue_final_message: go on within it. chat_template: a name of the model's template list.
     chat_template_kwargs: further variables of the template. add_special_tokens: around the rendered
     text, for a template that does not write them. include_reasoning (vLLM's): answers contain their
-    reasoning. separate_reasoning (SGLang's): apart from the text. stream_reasoning (SGLang's): as
+    reasoning. enable_thinking, thinking_budget, thinking, reasoning: other servers' names of such
+    things. separate_reasoning (SGLang's): apart from the text. stream_reasoning (SGLang's): as
     it comes, else at once when it is over. thinking_token_budget (vLLM's): tokens of the reasoning
     at most; -1 = any number. mm_processor_kwargs (vLLM's): sizes of all images that say none.
     """
@@ -394,6 +401,10 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None
     thinking_token_budget: ThinkingTokens | None = None
+    enable_thinking: bool | None = None
+    thinking_budget: ThinkingTokens | None = None
+    thinking: ChatThinking | None = None
+    reasoning: ChatReasoning | None = None
     mm_processor_kwargs: ImageOptions | None = None
 
 
@@ -430,7 +441,7 @@ def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ApiReque
 def request_of(request: ChatBody, limits: ApiLimits, bearer: str | None) -> ApiRequest:
     """Makes the call of the model that a chat asks for. Raises RequestError."""
     first, *further = _conversations(request, limits)
-    n, budget = request.n or 1, request.thinking_token_budget
+    n, reasoning = request.n or 1, reasoning_asked(request)
     sampling = sampling_of(
         request,
         limits,
@@ -453,16 +464,16 @@ def request_of(request: ChatBody, limits: ApiLimits, bearer: str | None) -> ApiR
         n=n,
         best_of=n,
         add_special_tokens=bool(request.add_special_tokens),
-        template=_template_options(request, tools),
+        template=_template_options(request, tools, reasoning),
         tools=tools,
         divides_reasoning=request.separate_reasoning is not False,
-        thinking_budget=None if budget == -1 else budget,
+        thinking_budget=None if reasoning.budget == -1 else reasoning.budget,
     )
     call = with_shape(call, request, limits)
     options = msgspec.structs.replace(
         options_of(request, call),
         echoed=_text_of(request.messages[-1]) if request.echo else "",
-        reasoning=_reasoning_sent(request),
+        reasoning=_reasoning_sent(request, reasoning),
         named_call=tools is not None and tools.named,
     )
     return ApiRequest(call, ChatFormatter, options)
@@ -491,8 +502,8 @@ def _pixels_of(request: ChatBody) -> PixelBounds:
     return least, most
 
 
-def _reasoning_sent(request: ChatBody) -> ReasoningSent:
-    if request.include_reasoning is False:
+def _reasoning_sent(request: ChatBody, asked: ReasoningWish) -> ReasoningSent:
+    if asked.is_included is False:
         return "never"
     return "whole" if request.stream_reasoning is False else "streamed"
 
@@ -507,7 +518,9 @@ def _text_of(last: Message) -> str:
     return content or ""
 
 
-def _template_options(request: ChatBody, tools: Tools | None) -> TemplateOptions:
+def _template_options(
+    request: ChatBody, tools: Tools | None, reasoning: ReasoningWish
+) -> TemplateOptions:
     """Collects what a request says about the rendering of its chat template. Raises
     RequestError.
     """
@@ -521,7 +534,8 @@ def _template_options(request: ChatBody, tools: Tools | None) -> TemplateOptions
         documents=request.documents,
         tools=None if tools is None else for_template(tools),
         in_loop=bool(request.tools),
-        effort=request.reasoning_effort,
+        effort=reasoning.effort,
+        thinks=reasoning.thinks,
         verbosity=request.verbosity,
         template=request.chat_template,
         variables=request.chat_template_kwargs or {},

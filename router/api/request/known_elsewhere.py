@@ -41,7 +41,6 @@ _NO_CHOICE = "where a request runs is the router's choice"
 _TEXTS = "answers are texts"
 _INPUTS = "texts are read, and images of messages"
 _IMAGES = "the model's own files say how images are read"
-_TEMPLATE = "`chat_template_kwargs` reaches the chat template"
 _MODEL = "put the adapter's name into `model`"
 _COMPLETIONS = "`/v1/completions` has it"
 _CHAT = "`/v1/chat/completions` has it"
@@ -73,8 +72,8 @@ ELSEWHERE: dict[str, Elsewhere] = {
     **_row("function_call", "use `tool_choice`", "auto", "none"),
     **_row("tool_prompt", "the chat template describes the tools to the model"),
     **_row("reasoning_effort", _CHAT, "none"),
-    **_row("reasoning thinking", _TEMPLATE),
-    **_only("thinking_token_budget", _CHAT, -1),
+    **_row("reasoning thinking enable_thinking", _CHAT),
+    **_only("thinking_token_budget thinking_budget", _CHAT, -1),
     **_row("include_reasoning separate_reasoning stream_reasoning", _CHAT, True),
     **_row("verbosity", "say so in the prompt", "medium"),
     **_row("task", "say so in the prompt"),
@@ -92,8 +91,6 @@ ELSEWHERE: dict[str, Elsewhere] = {
     ),
     **_row("repetition_detection", "`repetition_penalty` holds repetition back"),
     **_row("watermark watermarking"),
-    **_row("stop_sequences", "use `stop`"),
-    **_row("max_output_tokens", "use `max_tokens`"),
     # Reports on tokens
     **_row("token_ids_logprob", "use `logprob_token_ids`"),
     **_row("logprob_token_ids stop_regex", _COMPLETIONS),
@@ -205,6 +202,8 @@ def unrecognised(name: str, known: Iterable[str], where: str = "") -> RequestErr
 ALIASES = {
     "max_completion_tokens": "max_tokens",
     "max_new_tokens": "max_tokens",
+    "max_output_tokens": "max_tokens",
+    "stop_sequences": "stop",
     "min_new_tokens": "min_tokens",
     "sampling_seed": "seed",
     "random_seed": "seed",

@@ -698,6 +698,54 @@ def test_messages_reach_the_template_as_it_expects_them() -> None:
 
 
 @pytest.mark.parametrize(
+    ("fields", "thinks", "effort", "budget"),
+    [
+        ({"enable_thinking": True}, True, None, None),
+        ({"enable_thinking": False, "thinking_budget": 7}, False, None, 7),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, True, None, 9),
+        ({"thinking": {"type": "auto"}, "thinking_budget": -1}, None, None, None),
+        ({"reasoning": {"effort": "low", "max_tokens": 9}}, None, "low", 9),
+        ({"reasoning": {"effort": "low", "enabled": True}}, True, "low", None),
+        ({"reasoning": {"enabled": False}, "reasoning_effort": "none"}, False, "none", None),
+        ({"reasoning": {}, "enable_thinking": None}, None, None, None),
+    ],
+)
+def test_reasoning_as_other_servers_name_it(
+    fields: dict[str, Any], thinks: bool | None, effort: str | None, budget: int | None
+) -> None:
+    call = call_of(CHAT, **fields)
+    assert (call.template.thinks, call.template.effort) == (thinks, effort)
+    assert call.thinking_budget == budget
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"enable_thinking": True, "thinking": {"type": "disabled"}}, "thinking"),
+        ({"thinking_budget": 1, "thinking_token_budget": 2}, "thinking_budget"),
+        ({"reasoning": {"effort": "low"}, "reasoning_effort": "high"}, "reasoning.effort"),
+        ({"reasoning": {"effort": "low", "enabled": False}}, "reasoning.effort"),
+        ({"reasoning_effort": "none", "enable_thinking": True}, "reasoning_effort"),
+        ({"reasoning": {"exclude": True}, "include_reasoning": True}, "reasoning.exclude"),
+        ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
+        ({"thinking": {"type": "off"}}, "thinking.type"),
+        ({"stop_sequences": ["a"], "stop": ["b"]}, "stop_sequences"),
+    ],
+)
+def test_reasoning_that_is_said_twice(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        call_of(CHAT, **fields)
+    assert caught.value.param == param
+
+
+def test_names_of_other_apis() -> None:
+    """Anthropic's of stop strings, and that of Responses for the most tokens."""
+    for path in (CHAT, COMPLETIONS):
+        call = call_of(path, stop_sequences=["a"], max_output_tokens=5)
+        assert (call.stop, call.max_tokens) == (("a",), 5)
+
+
+@pytest.mark.parametrize(
     ("fields", "begins", "continues"),
     [
         ({}, True, False),

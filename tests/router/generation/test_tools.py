@@ -217,6 +217,11 @@ async def test_what_becomes_of_reasoning(
     [
         ({"chat_template_kwargs": {"enable_thinking": False}}, True),
         ({"reasoning_effort": "none"}, True),
+        ({"enable_thinking": False}, True),
+        ({"thinking": {"type": "disabled"}}, True),
+        ({"reasoning": {"enabled": False}}, True),
+        ({"reasoning": {"effort": "none"}}, True),
+        ({"thinking": {"type": "enabled"}}, False),
         ({}, False),
     ],
 )
@@ -230,6 +235,10 @@ async def test_reasoning_is_turned_off(model: Scripted, fields: dict[str, Any], 
     [
         (
             {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
+            "chat_template_kwargs.enable_thinking",
+        ),
+        (
+            {"enable_thinking": False, "chat_template_kwargs": {"enable_thinking": True}},
             "chat_template_kwargs.enable_thinking",
         ),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),

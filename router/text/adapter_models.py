@@ -66,8 +66,9 @@ def _made(base: TextModel, added: Sequence[OwnToken], table_size: int) -> TextMo
         model = TextModel(own, card)
     except ValueError as error:
         raise RequestError("adapter_invalid", str(error)) from error
+    known = model.added_tokens()
     for token in added:
-        if model.token(token.id) != token.content:
+        if token.id not in known or known[token.id].content != token.content:
             message = f"the base's tokenizer cannot have {token.content!r} as token {token.id}"
             raise RequestError("adapter_invalid", message)
     return model

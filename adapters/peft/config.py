@@ -136,6 +136,11 @@ def is_of_encoders(name: str) -> bool:
     return any(part in HEADS_OF_ENCODERS for part in name.split("."))
 
 
+def may_be_saved(name: str) -> bool:
+    """Whether a name of `modules_to_save` is of a kind that adapters may have whole."""
+    return name in (*TABLES, HEAD_OF_CLASSES) or is_norm(name) or is_of_encoders(name)
+
+
 def unserved_module(name: str) -> str:
     """Why an adapter cannot have this module whole."""
     served = " and ".join((*TABLES, HEAD_OF_CLASSES))
@@ -307,14 +312,9 @@ class _Reader:
         return tuple(sorted(set(items)))
 
     def saved(self, key: str) -> tuple[str, ...]:
-        served = (*TABLES, HEAD_OF_CLASSES)
         names = tuple(sorted({table_of(name) or name for name in self.names(key)}))
         if HEAD_OF_CLASSES in names:
             names = tuple(name for name in names if name not in _HEADS_OF_OTHERS)
-        for name in names:
-            if name not in served and not is_norm(name) and not is_of_encoders(name):
-                self._findings.add("unsupported_feature", key, unserved_module(name))
-                break
         return names
 
     def trained_tokens(self, key: str) -> tuple[tuple[str, tuple[int, ...]], ...]:

@@ -11,13 +11,14 @@ from typing import Literal
 
 import msgspec
 
-from loraplex.adapters.base import BaseNorm, BaseSpec, ScoreParts
+from loraplex.adapters.base import BaseNorm, BaseSpec, ScoreParts, base_modules
 from loraplex.adapters.classes import HEAD_OF_CLASSES, MOST_LABELS, MOST_TOKEN_LABELS
 from loraplex.adapters.peft.config import (
     TOKEN_CLS,
     PeftConfig,
     is_norm,
     is_of_encoders,
+    may_be_saved,
     unserved_module,
 )
 from loraplex.adapters.peft.lora_tensors import OwnNorm, OwnScores, OwnTable
@@ -216,8 +217,6 @@ def score_parts(config: PeftConfig, base: BaseSpec) -> ScoreParts:
 
 def check_head(config: PeftConfig, base: BaseSpec, findings: Findings) -> None:
     """Checks what the config says of a score head."""
-    for name in () if base.score_heads else filter(is_of_encoders, config.modules_to_save):
-        findings.add("unsupported_feature", "modules_to_save", unserved_module(name))
     if own_head(config, base) != "surely":
         return
     if config.alora_invocation_tokens:
@@ -290,7 +289,8 @@ def tensors_of_norms(config: PeftConfig, base: BaseSpec) -> Iterator[str]:
 
 
 def check_norms(config: PeftConfig, base: BaseSpec, findings: Findings) -> None:
-    """Adds a finding for each norm in `modules_to_save` that the base lacks or that is not served.
+    """Adds a finding for each norm in `modules_to_save` that is not served, or that the file lacks.
+    PEFT passes over a name that no module has.
 
     Norms beside `alora_invocation_tokens` are a finding, too.
     """
@@ -298,13 +298,10 @@ def check_norms(config: PeftConfig, base: BaseSpec, findings: Findings) -> None:
     if names and config.alora_invocation_tokens:
         message = "modules_to_save: norms not with alora_invocation_tokens, since they act on all"
         findings.add("unsupported_feature", "modules_to_save", message)
-    for name in names:
-        if any(_is_called(norm, name) for norm in base.norms):
-            continue
-        holder = "file" if base.is_inferred else "base model"
-        code = "missing_tensor" if base.is_inferred else "unsupported_feature"
-        message = f"modules_to_save: the {holder} has no norm {shown(name)}"
-        findings.add(code, "modules_to_save", message)
+    for name in names if base.is_inferred else ():
+        if not any(_is_called(norm, name) for norm in base.norms):
+            message = f"modules_to_save: the file has no norm {shown(name)}"
+            findings.add("missing_tensor", "modules_to_save", message)
     unserved = {norm.name for norm in saved_norms(config, base) if not norm.is_served}
     for name in sorted(unserved):
         message = (
@@ -313,6 +310,14 @@ def check_norms(config: PeftConfig, base: BaseSpec, findings: Findings) -> None:
             "base, or train it without"
         )
         findings.add("unsupported_feature", "modules_to_save", message)
+
+
+def check_others(config: PeftConfig, base: BaseSpec, findings: Findings) -> None:
+    """Adds a finding for a module in `modules_to_save` that no adapter has whole."""
+    paths = [module.path for module in base_modules(base)]
+    for name in config.modules_to_save:
+        if not may_be_saved(name) and any(path.endswith(name) for path in paths):
+            findings.add("unsupported_feature", "modules_to_save", unserved_module(name))
 
 
 def place_norms(

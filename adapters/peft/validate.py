@@ -16,6 +16,7 @@ from loraplex.adapters.peft.lora_tensors import LoraTensors, ModuleLora
 from loraplex.adapters.peft.own_weights import (
     check_head,
     check_norms,
+    check_others,
     check_tables,
     own_head,
     score_parts,
@@ -175,6 +176,7 @@ def check_config(
         _check_outputs(matcher, base, findings)
     check_head(config, base, findings)
     check_norms(config, base, findings)
+    check_others(config, base, findings)
     if config.modules_to_save or config.trainable_token_indices:
         paths = {path for targeted in _all_targeted(matcher, base) for path in targeted}
         check_tables(config, frozenset(paths), base, findings)

@@ -15,7 +15,7 @@ _FEATURES: dict[str, Any] = {
     "layer_replication": [[0, 1], [0, 2]],
     "lora_ga_config": {},
     "megatron_config": {},
-    "modules_to_save": ["pooler"],
+    "modules_to_save": ["up_proj"],
     "monteclora_config": {},
     "trainable_token_indices": {"wpe": [3]},
     "use_bdlora": {"target_modules_bd_a": []},

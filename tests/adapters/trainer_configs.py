@@ -199,7 +199,10 @@ OTHER: dict[str, tuple[Config, str]] = {
     "rank as text": (PEFT_0_3 | {"r": "8"}, "bad_value"),
     "LoftQ": (PEFT_0_7 | {"init_lora_weights": "loftq"}, "unsupported_feature"),
     "PiSSA": (PEFT_0_11 | {"init_lora_weights": "pissa_niter_16"}, "unsupported_feature"),
-    "saved modules": (PEFT_0_14 | {"modules_to_save": ["lm_head", "norm"]}, "unsupported_feature"),
+    "saved modules": (
+        PEFT_0_14 | {"modules_to_save": ["lm_head", "v_proj"]},
+        "unsupported_feature",
+    ),
     "trained tokens": (PEFT_0_15 | {"trainable_token_indices": [1 << 30]}, "bad_value"),
     "activated LoRA of another vocabulary": (
         PEFT_0_18 | {"alora_invocation_tokens": [1 << 30]},

@@ -88,6 +88,12 @@ def test_what_is_accepted(
     assert len(judge_folder(folder, None, LIMITS).tensors.norms) == len(places)
 
 
+def test_names_of_no_module_are_passed_over(tmp_path: Path) -> None:
+    names = ["input_layernorm", "other_norm", "classifier", "wte_of_others", "visual"]
+    judged = judge_folder(written(tmp_path / "a", BOTH, names), BASE, LIMITS)
+    assert [norm.place for norm in judged.tensors.norms] == [0, 2]
+
+
 # A model that calls its LayerNorms otherwise.
 INNER, LAST = "self_attn_layer_norm", "final_layer_norm"
 NORMED = msgspec.structs.replace(
@@ -194,7 +200,6 @@ def test_tensors_that_do_not_fit(
     [
         (["post_attention_layernorm"], {}, "post_attention_layernorm is not served"),
         (["norm"], {}, "q_norm is not served"),
-        (["other_norm"], {}, "the base model has no norm 'other_norm'"),
         (["input_layernorm", "up_proj"], {}, "'up_proj' is not served"),
         (["input_layernorm"], {"alora_invocation_tokens": [3]}, "not with alora"),
     ],

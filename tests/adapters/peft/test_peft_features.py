@@ -23,7 +23,6 @@ WEIGHTS = "adapter_model.safetensors"
 
 # Feature -> the options that switch it on, and the key that is named.
 FEATURES: dict[str, tuple[dict[str, Any], str]] = {
-    "saved norms": ({"modules_to_save": ["input_layernorm"]}, "modules_to_save"),
     "pissa": ({"init_lora_weights": "pissa"}, "init_lora_weights"),
     "olora": ({"init_lora_weights": "olora"}, "init_lora_weights"),
     "layers doubled": ({"layer_replication": [[0, 2], [1, 2]]}, "layer_replication"),

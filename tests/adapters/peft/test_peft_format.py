@@ -86,7 +86,6 @@ def test_harmless_settings_are_accepted(changes: dict[str, Any]) -> None:
         ({"bias": "some"}, "bad_value", "bias"),
         ({"bias": True}, "bad_value", "bias"),
         ({"lora_bias": "yes"}, "bad_value", "lora_bias"),
-        ({"modules_to_save": ["up_proj"]}, "unsupported_feature", "modules_to_save"),
         ({"trainable_token_indices": [-1]}, "bad_value", "trainable_token_indices"),
         ({"alora_invocation_tokens": []}, "bad_value", "alora_invocation_tokens"),
         ({"alora_invocation_tokens": [-1]}, "bad_value", "alora_invocation_tokens"),

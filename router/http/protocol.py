@@ -7,6 +7,7 @@ cut off.
 import asyncio
 import json
 import uuid
+from functools import partial
 from typing import Any, Protocol
 
 import httptools
@@ -285,7 +286,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._begun = cycle
-        super()._start_asgi_task(cycle, app)
+        is_old = cycle.scope["http_version"] == "1.0"
+        super()._start_asgi_task(cycle, partial(_unchunked, cycle, app) if is_old else app)
 
     def _end_soon(self) -> None:
         """Ends the connection soon. An answer that began before the stop did not say that its
@@ -372,6 +374,23 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         later = b"" if code == "validation" else b"retry-after: 1\r\n"
         self.transport.write(head % (status, len(body), uuid.uuid4().hex.encode(), later) + body)
         self.transport.close()
+
+
+async def _unchunked(
+    cycle: RequestResponseCycle, app: Any, scope: Any, receive: Any, send: Any
+) -> None:
+    """Answers a client of HTTP/1.0, which knows no chunks (RFC 9112 section 6.1): the end of the
+    connection is the answer's.
+    """
+
+    async def write(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            cycle.chunked_encoding = False
+        else:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    await app(scope, receive, write)
 
 
 def _stop(timer: asyncio.TimerHandle | None) -> None:

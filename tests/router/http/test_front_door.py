@@ -54,6 +54,27 @@ async def test_a_credential_in_a_trailer_opens_nothing(tmp_path: Path, name: str
         assert statuses == [b"401", b"200", b"401", b"401"]
 
 
+@pytest.mark.parametrize("keeps", ["", "connection: keep-alive\r\n"])
+async def test_an_old_client_gets_a_stream_without_chunks(tmp_path: Path, keeps: str) -> None:
+    """HTTP/1.0 has none, and proxies speak it by default: the connection's end is the stream's."""
+    body = b'{"prompt": "x", "max_tokens": 3, "stream": true}'
+    head = f"POST /v1/completions HTTP/1.0\r\n{keeps}content-length: {len(body)}\r\n\r\n"
+    async with (
+        running_worker(FakeWorker()) as worker,
+        running_router(tmp_path, worker) as router,
+    ):
+        answer = await say(router, head.encode() + body)
+        whole = await say(router, head.encode() + body.replace(b"true}", b"null}"))
+    fields, _, events = answer.partition(b"\r\n\r\n")
+    assert fields.split()[1] == b"200"
+    assert b"transfer-encoding" not in fields
+    assert events.startswith(b"data: {")
+    assert events.endswith(b"}\n\ndata: [DONE]\n\n")
+    assert b"\r\n" not in events
+    fields, _, content = whole.partition(b"\r\n\r\n")
+    assert f"content-length: {len(content)}".encode() in fields
+
+
 async def test_connections_are_capped(tmp_path: Path) -> None:
     async with running_router(tmp_path, max_connections=3) as router:
         url = router.client.base_url

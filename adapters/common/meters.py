@@ -66,7 +66,8 @@ class Meters(Collector):
         self._prefix = prefix
         self._sampled: list[tuple[DeclaredMetric, Callable[[], Iterable[NamedSample]]]] = []
         self._read: list[tuple[DeclaredMetric, Callable[[], Iterable[Row]]]] = []
-        registry.register(self)
+        self._settle: Callable[[], None] = lambda: None
+        registry.register(self)  # before all families, so that it is read first
 
     def counter(self, name: str, text: str, labels: Labels = NO_LABELS) -> Counter:
         """Declares a counter. name: without `_total`."""
@@ -84,6 +85,10 @@ class Meters(Collector):
         full = self._declare(name, "histogram", text, labels)
         metric = Histogram(full, text, tuple(labels), buckets=buckets, registry=self._registry)
         return _begun(metric, labels)
+
+    def settle_by(self, settle: Callable[[], None]) -> None:
+        """Sets what brings families up to date at each scrape, before they are read."""
+        self._settle = settle
 
     def watch(self, name: str, text: str, read: Callable[[], float]) -> None:
         """A gauge whose value is read at each scrape."""
@@ -115,6 +120,7 @@ class Meters(Collector):
         self._sampled.append((self.declared[-1], read))
 
     def collect(self) -> Iterator[Metric]:
+        self._settle()
         for declared, read in self._read:
             family = CounterMetricFamily if declared.kind == "counter" else GaugeMetricFamily
             metric = family(declared.name, declared.text, labels=tuple(declared.labels))

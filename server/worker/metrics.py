@@ -3,6 +3,7 @@
 Labels are few and closed: no name, digest or id is one.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Literal, get_args
 
@@ -36,18 +37,22 @@ StepPhase = Literal["plan", "launch", "wait", "commit", "masks"]
 class WorkerMetrics:
     """One registry per worker; counters of the engine survive its restarts.
 
-    Families are attributes; `meters` declares more, and gauges that are read at each scrape.
+    Families are attributes; `meters` declares more, and gauges that are read at each scrape. What
+    each step adds to is summed up here, and noted at a scrape.
     """
 
     def __init__(self) -> None:
         self.meters = Meters(CollectorRegistry(), "loraplex_worker_")
+        self.meters.settle_by(self._settle)
         self._declare_work()
         self._declare_pictures()
         self._declare_steps()
         self._declare_kv()
         self._declare_adapters()
         self._declare_loads()
-        self._seen = EngineStats()
+        self._phases = [self.step_phases.labels(phase) for phase in get_args(StepPhase)]
+        self._due = defaultdict[Counter, float](float)  # not noted yet
+        self._seen = self._latest = EngineStats()
         self._seen_on_host: dict[EvictionReason, int] = {}
 
     def _declare_work(self) -> None:
@@ -248,26 +253,28 @@ class WorkerMetrics:
 
     def engine_started(self, ready: EngineReady) -> None:
         """A new engine counts from zero."""
+        self._settle()
         self.devices.set(ready.shards)
         self.total_pages.set(ready.total_pages)
         self.adapter_limit.labels("device").set(ready.arena_bytes)
         self.kept_limit.labels("host").set(ready.host_pages)
         self.kept_limit.labels("disk").set(ready.disk_pages)
-        self._seen = EngineStats()
+        self._seen = self._latest = EngineStats()
 
     def stepped(self, output: StepOutput) -> None:
+        due, self._latest = self._due, output.stats
         if output.num_tokens:
-            self.steps.inc()
-            self.step_tokens.inc(output.num_tokens)
+            due[self.steps] += 1
+            due[self.step_tokens] += output.num_tokens
             self.step_seconds.observe(output.step_s)
         work = output.work
         if work is not None:
-            self.adapter_tokens.inc(work.adapter_tokens)
-            self.constrained.inc(work.constrained)
+            due[self.adapter_tokens] += work.adapter_tokens
+            due[self.constrained] += work.constrained
             self.batch_sequences.observe(work.sequences)
             self.batch_adapters.observe(work.adapters)
-            for phase, seconds in zip(get_args(StepPhase), work.phases_s, strict=True):
-                self.step_phases.labels(phase).inc(seconds)
+            for phase, seconds in zip(self._phases, work.phases_s, strict=True):
+                due[phase] += seconds
         for compiled in output.compiled:
             self.compile_seconds.observe(compiled.seconds)
             if compiled.fault is not None:
@@ -280,11 +287,17 @@ class WorkerMetrics:
                 self.finished.labels(event.finish).inc()
                 if event.error is not None:
                     self.failed.labels(event.error).inc()
-        self.tokens.inc(generated)
-        self._note(output.stats)
+        due[self.tokens] += generated
 
-    def _note(self, stats: EngineStats) -> None:
-        seen, self._seen = self._seen, stats
+    def _settle(self) -> None:
+        """Note what came since the last scrape."""
+        for counter, grown in self._due.items():
+            counter.inc(grown)
+        self._due.clear()
+        seen, self._seen = self._seen, self._latest
+        self._note(seen, self._seen)
+
+    def _note(self, seen: EngineStats, stats: EngineStats) -> None:
         self.running.set(stats.running)
         self.waiting.set(stats.waiting)
         self.free_pages.set(stats.free_pages)

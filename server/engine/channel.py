@@ -1,4 +1,5 @@
-"""The engine's end of the pipe to the worker: two threads, so that the step loop does not wait."""
+"""The engine's end of the pipe to the worker. The step loop writes itself as long as the pipe takes
+what it writes. Two threads read and write the rest, so that the loop does not wait."""
 
 import contextlib
 import logging
@@ -10,7 +11,13 @@ from typing import Protocol
 
 import msgspec
 
-from loraplex.server.engine.framing import MAX_FRAME_BYTES, FrameError, receive_frame, send_frame
+from loraplex.server.engine.framing import (
+    MAX_FRAME_BYTES,
+    FrameError,
+    framed,
+    receive_frame,
+    send_frame,
+)
 from loraplex.server.engine.messages import (
     Alive,
     FromEngine,
@@ -45,6 +52,8 @@ class Channel(Protocol):
 class WorkerChannel:
     """Bounded in both directions. When the inbox is full, the worker's writes wait.
 
+    In the outbox bytes are the rest of a frame that the pipe took a part of.
+
     on_gone: called once on the reader's thread when the worker is gone.
     """
 
@@ -52,7 +61,8 @@ class WorkerChannel:
         self._sock = sock
         self._on_gone = on_gone
         self._inbox: queue.Queue[ToEngine | None] = queue.Queue(MAX_INBOX_FRAMES)
-        self._outbox: queue.Queue[FromEngine | None] = queue.Queue(MAX_OUTBOX_FRAMES)
+        self._outbox: queue.Queue[FromEngine | bytes | None] = queue.Queue(MAX_OUTBOX_FRAMES)
+        self._writing = threading.Lock()
         self._gone = threading.Event()
         self._reader = threading.Thread(target=self._read, name="worker-reader", daemon=True)
         self._writer = threading.Thread(target=self._write, name="worker-writer", daemon=True)
@@ -73,16 +83,37 @@ class WorkerChannel:
         return message
 
     def send(self, message: FromEngine) -> None:
-        """Queue a message. The queue is bounded: this waits while the worker does not read.
+        """Write a message, or queue it behind those that wait. The queue is bounded: this waits
+        while the worker does not read.
 
         Raises WorkerGone.
         """
+        if self._write_now(message):
+            return
         while not self._gone.is_set():
             try:
                 return self._outbox.put(message, timeout=_FULL_WARNING_S)
             except queue.Full:
                 log.warning("the worker reads nothing: %d frames wait", MAX_OUTBOX_FRAMES)
         raise WorkerGone
+
+    def _write_now(self, message: FromEngine) -> bool:
+        """Write a message if nothing waits before it, without a wait. False: it is to be queued."""
+        if self._outbox.unfinished_tasks or not self._writing.acquire(blocking=False):
+            return False
+        try:
+            frame = encode(message)
+            if len(frame) > MAX_FRAME_BYTES:
+                return False
+            whole = framed(frame)
+            count = self._sock.send(whole, socket.MSG_DONTWAIT)
+            if count < len(whole):
+                self._outbox.put_nowait(whole[count:])
+        except OSError:  # the pipe is full, or the worker is gone
+            return False
+        finally:
+            self._writing.release()
+        return True
 
     def close(self, flush_s: float) -> None:
         """Write the queued messages for at most `flush_s`, and close."""
@@ -112,20 +143,29 @@ class WorkerChannel:
             self._inbox.put_nowait(None)
         self._on_gone()
 
-    def _next_message(self) -> FromEngine | None:
-        try:
-            return self._outbox.get(timeout=ALIVE_INTERVAL_S)
-        except queue.Empty:
-            return Alive()
-
     def _write(self) -> None:
         try:
-            while (message := self._next_message()) is not None:
-                for frame in _encode_bounded(message):
-                    send_frame(self._sock, frame)
+            while True:
+                try:
+                    message = self._outbox.get(timeout=ALIVE_INTERVAL_S)
+                except queue.Empty:
+                    self._write_all(Alive())
+                    continue
+                if message is None:
+                    return
+                self._write_all(message)
+                self._outbox.task_done()
         except (FrameError, OSError) as error:
             log.error("writing to the worker: %s", error)
             self._hang_up()
+
+    def _write_all(self, message: FromEngine | bytes) -> None:
+        with self._writing:
+            if isinstance(message, bytes):
+                self._sock.sendall(message)
+                return
+            for frame in _encode_bounded(message):
+                send_frame(self._sock, frame)
 
 
 def _encode_bounded(message: FromEngine) -> list[bytes]:

@@ -12,9 +12,14 @@ class FrameError(Exception):
 
 def send_frame(sock: socket.socket, frame: bytes) -> None:
     """Send a frame, and block until it is written. Raises FrameError, OSError."""
+    sock.sendall(framed(frame))
+
+
+def framed(frame: bytes) -> bytes:
+    """Return a frame as it goes over the socket. Raises FrameError."""
     if len(frame) > MAX_FRAME_BYTES:
         raise FrameError(f"a frame of {len(frame)} bytes; at most {MAX_FRAME_BYTES} can be sent")
-    sock.sendall(len(frame).to_bytes(_LENGTH_BYTES, "little") + frame)
+    return len(frame).to_bytes(_LENGTH_BYTES, "little") + frame
 
 
 def receive_frame(sock: socket.socket) -> bytes | None:

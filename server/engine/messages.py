@@ -306,8 +306,8 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="so"):
 
 
 class Alive(msgspec.Struct, frozen=True, array_like=True, tag="hb"):
-    """The process runs. A thread beside the step loop sends this when nothing else was sent for a
-    while, whatever a step is doing.
+    """The process runs. A thread beside the step loop sends this when that thread has sent nothing
+    else for a while, whatever a step is doing.
     """
 
 

@@ -10,6 +10,7 @@ from loraplex.server.engine.channel import WorkerChannel, WorkerGone
 from loraplex.server.engine.framing import MAX_FRAME_BYTES, FrameError, receive_frame, send_frame
 from loraplex.server.engine.messages import (
     AbortSequence,
+    Alive,
     EngineStats,
     NeedSlab,
     SequenceEvent,
@@ -77,6 +78,30 @@ def test_messages_both_ways_and_waiting() -> None:
     assert gone.wait(TIMEOUT_S)
     with pytest.raises(WorkerGone):
         channel.send(NeedSlab("b"))
+
+
+def test_what_the_pipe_takes_in_parts_arrives_whole_and_in_order() -> None:
+    """The loop and the writer's thread share the pipe."""
+    ours, theirs = socket.socketpair()
+    channel = WorkerChannel(theirs)
+    texts = [f"{number} " + "x" * (number % 7 * 40_000) for number in range(60)]
+    ended = threading.Event()
+
+    def produce() -> None:
+        for text in texts:
+            channel.send(NeedSlab(text))
+        channel.close(flush_s=TIMEOUT_S)
+        ended.set()
+
+    threading.Thread(target=produce).start()
+    received = []
+    with ours:
+        while (frame := receive_frame(ours)) is not None:
+            message = decode_from_engine(frame)
+            if not isinstance(message, Alive):
+                received.append(message)
+    assert received == [NeedSlab(text) for text in texts]
+    assert ended.wait(TIMEOUT_S)
 
 
 def test_a_worker_that_stops_reading_bounds_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,15 @@ def unsent_bytes(transport: asyncio.WriteTransport) -> int:
     return transport.get_write_buffer_size() + int(kernel)
 
 
+def unread_bytes(transport: asyncio.WriteTransport) -> int:
+    """Counts the bytes that have come and that this process has not read (tcp(7), SIOCINQ)."""
+    socket = None if transport.is_closing() else transport.get_extra_info("socket")
+    if socket is None:
+        return 0
+    (kernel,) = struct.unpack("i", fcntl.ioctl(socket.fileno(), termios.FIONREAD, bytes(4)))
+    return int(kernel)
+
+
 class WorkerPictures:
     """Pictures of the worker behind one connection.
 
@@ -250,10 +259,12 @@ class WorkerSession:
     def listen(self, now: float, limit_s: float) -> Hearing:
         """Whether the worker was heard, and heard this router, in the last limit_s.
 
-        It is silent, too, when it says that its engine is.
+        It is silent, too, when it says that its engine is. While bytes of it lie unread, its answer
+        may be among them: then nothing new is known.
         """
-        self.liveness.unsent(self._outbox_bytes + unsent_bytes(self._socket.transport), now)
-        if self.liveness.judge(now, limit_s):
+        transport = self._socket.transport
+        self.liveness.unsent(self._outbox_bytes + unsent_bytes(transport), now)
+        if not unread_bytes(transport) and self.liveness.judge(now, limit_s):
             self._update_ready()
             self._on_change()
         return "silent" if self._engine_silent else self.liveness.hearing

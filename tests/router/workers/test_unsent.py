@@ -1,9 +1,15 @@
-"""What a peer has not taken is counted, wherever it lies."""
+"""What a peer has not taken is counted, wherever it lies; and what this process has not."""
 
 import asyncio
 import socket
+from types import SimpleNamespace
+from typing import cast
+from unittest.mock import Mock
 
-from loraplex.router.workers.session import unsent_bytes
+from websockets.asyncio.client import ClientConnection
+
+from loraplex.router.workers.session import WorkerSession, unread_bytes, unsent_bytes
+from loraplex.server.protocol import WorkerHello
 from tests.router.serving import poll
 
 
@@ -30,3 +36,34 @@ async def test_it_counts_down_as_the_peer_reads() -> None:
             transport.abort()
             await asyncio.sleep(0)
             assert unsent_bytes(transport) == 0
+
+
+async def test_a_worker_whose_bytes_lie_unread_is_not_judged() -> None:
+    """Its answer may lie behind them, as where this process is short of time."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        _, writer = await asyncio.open_connection(*server.getsockname())
+        peer, _ = server.accept()
+        with peer:
+            transport = writer.transport
+            connection = cast(ClientConnection, SimpleNamespace(transport=transport))
+            hello = WorkerHello("w", 1, "", 4)
+            session = WorkerSession(connection, hello, lambda: None, Mock(), Mock())
+            later = asyncio.get_running_loop().time() + 60.0
+            cast(asyncio.ReadTransport, transport).pause_reading()
+            peer.sendall(b"a frame")
+
+            async def has_come() -> bool:
+                return unread_bytes(transport) > 0
+
+            await poll(has_come)
+            assert session.listen(later, 1.0) == "good"
+            cast(asyncio.ReadTransport, transport).resume_reading()
+
+            async def is_read() -> bool:
+                return unread_bytes(transport) == 0
+
+            await poll(is_read)
+            assert session.listen(later, 1.0) == "silent"
+            transport.abort()
+            await asyncio.sleep(0)
+            assert unread_bytes(transport) == 0

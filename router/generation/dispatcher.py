@@ -58,6 +58,8 @@ from loraplex.router.workers.fleet import Fleet
 # Of the requests that are answered at once: the part of one tenant, where callers have keys, and of
 # all batches together.
 MOST_OF_ONE = 3 / 4
+# Events of a whole answer for which its reader is woken.
+_GATHERED = 16
 
 T = TypeVar("T")
 
@@ -408,12 +410,12 @@ class Dispatcher:
     def _inbox(
         self, authorised: AuthorisedRequest, tokenised: TokenisedRequest, held: ExitStack
     ) -> Inbox:
-        # The reader of a whole answer is this process, which reads as soon as it can.
-        is_streamed = tokenised.call.stream
-        most = (
-            self._config.max_stream_buffer * tokenised.num_sequences if is_streamed else sys.maxsize
-        )
-        inbox = Inbox(most, self._config.max_stream_buffer_bytes)
+        call, most, gathers = tokenised.call, sys.maxsize, 1
+        if call.stream:
+            most = self._config.max_stream_buffer * tokenised.num_sequences
+        elif not (call.stop or call.stop_regex):  # else each token may end the work for the answer
+            gathers = _GATHERED
+        inbox = Inbox(most, self._config.max_stream_buffer_bytes, gathers)
         self._inboxes.add(inbox)
         if not authorised.caller.is_batch:
             ids = frozenset((authorised.request_id, *authorised.call.rids))

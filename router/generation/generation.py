@@ -7,6 +7,7 @@ import asyncio
 import logging
 import secrets
 import string
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -30,6 +31,7 @@ from loraplex.router.failures import (
     is_excused,
     request_error,
 )
+from loraplex.router.generation.inbox import Arrival
 from loraplex.router.generation.sequence import RunContext, SequenceRun
 from loraplex.router.generation.tokenise import PromptTask, TokenisedRequest
 from loraplex.router.generation.vector_answers import VectorStream, numbers_of
@@ -214,14 +216,16 @@ class Generation:
                     logger.error("request %s failed: %s", self.head.request_id, error)
                 raise fault from error
             parts: list[Part] = []
-            for slot, event in events:
+            for slot, event, at in events:
                 is_state, index = divmod(slot, len(self._choices))
                 choice = self._choices[index]
                 if choice.task.index not in self._announced:
                     parts.append(await self._announce(choice.task, event))
                 try:
-                    advance = self._end_state if is_state else self._advance
-                    advance(choice, event, parts)
+                    if is_state:
+                        self._end_state(choice, event, parts)
+                    else:
+                        self._advance(choice, event, at, parts)
                 except RequestError:
                     self._observer.failed(excused=True)
                     raise
@@ -229,18 +233,18 @@ class Generation:
                 return parts
         return []
 
-    def _aborted(self) -> list[tuple[int, TokenEvent]]:
+    def _aborted(self) -> list[Arrival]:
         """The ends of what still runs. Raises RequestError where no part is an answer."""
         if self._call.vector is not None:
             completed("abort")
-        over = TokenEvent("", 0, 0, 0, (), finish="abort")
+        over, now = TokenEvent("", 0, 0, 0, (), finish="abort"), time.monotonic()
         ends = []
         for choice in self._choices:
             choice.stop()
             if choice.stream.finish is None:
-                ends.append((choice.slot, over))
+                ends.append((choice.slot, over, now))
             elif choice.reading is not None and not choice.vector:
-                ends.append((len(self._choices) + choice.slot, over))
+                ends.append((len(self._choices) + choice.slot, over, now))
         return ends
 
     def _caller_error(self, error: Exception) -> RequestError:
@@ -279,12 +283,12 @@ class Generation:
             choice.stop()
         self._on_close()
 
-    def _advance(self, choice: _Choice, event: TokenEvent, parts: list[Part]) -> None:
+    def _advance(self, choice: _Choice, event: TokenEvent, at: float, parts: list[Part]) -> None:
         stream = choice.stream
         if stream.finish is not None:
             return
         if event.token_ids:
-            choice.observer.token(event)
+            choice.observer.token(event, at)
         elif event.vector is not None:
             choice.observer.vector(event)
         if event.routed is not None:

@@ -12,6 +12,10 @@ _TOKEN_BYTES = 36
 _ALTERNATIVE_BYTES = 120
 
 
+# The slot of a sequence, its event, and when that came.
+Arrival = tuple[int, TokenEvent, float]
+
+
 def memory_of(event: TokenEvent) -> int:
     """Estimates the bytes of an event, without the prompt's logprobs, which come once and were
     asked for.
@@ -26,18 +30,22 @@ class Inbox:
     """Token events of one request's sequences, for its one reader.
 
     Who falls further behind than `max_events` or `max_bytes` fails with ReaderTooSlow. A single
-    event is always taken.
+    event is always taken. gathers: of a reader that has use for the whole answer alone, events for
+    which it is woken; the first one and an end wake it, too.
     """
 
-    def __init__(self, max_events: int, max_bytes: int) -> None:
+    def __init__(self, max_events: int, max_bytes: int, gathers: int = 1) -> None:
         self._max_events = max_events
         self._max_bytes = max_bytes
         self._nbytes = 0
-        self._events: deque[tuple[int, TokenEvent]] = deque()
+        self._gathers = gathers
+        self._has_begun = False
+        self._events: deque[Arrival] = deque()
         self._failure: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
 
-    def put(self, slot: int, event: TokenEvent) -> None:
+    def put(self, slot: int, event: TokenEvent, at: float) -> None:
+        """Takes in an event that came at a time, in seconds of `time.monotonic`."""
         if self._failure is not None:
             return
         self._nbytes += memory_of(event)
@@ -45,8 +53,11 @@ class Inbox:
             self._events.clear()
             self.fail(ReaderTooSlow())
             return
-        self._events.append((slot, event))
-        self._wake()
+        self._events.append((slot, event, at))
+        is_due = event.finish is not None or len(self._events) >= self._gathers
+        if is_due or not self._has_begun:
+            self._has_begun = True
+            self._wake()
 
     def fail(self, error: BaseException) -> None:
         """Ends the request with a failure, of which the first counts; events that came before it
@@ -56,7 +67,7 @@ class Inbox:
             self._failure = error
             self._wake()
 
-    async def take(self) -> list[tuple[int, TokenEvent]]:
+    async def take(self) -> list[Arrival]:
         """Takes all events that are there, at least one. Raises the failure after the
         last of them.
         """

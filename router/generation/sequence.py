@@ -8,6 +8,7 @@ import asyncio
 import hashlib
 import logging
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -280,7 +281,7 @@ class SequenceRun:
     def _receive(self, attempt: int, event: TokenEvent) -> None:
         if self._done or attempt != self._attempts.number:
             return
-        self._observer.received(event)
+        at = self._observer.received(event)
         if event.finish in ("error", "abort"):
             session, self._session = self._session, None
             if event.error == "adapter_unavailable" and session and self._request.adapter:
@@ -295,7 +296,7 @@ class SequenceRun:
         if event.finish is not None:
             self._end()
             self._session = None
-        self._context.inbox.put(self._slot, event)
+        self._context.inbox.put(self._slot, event, at)
         if self._context.inbox.failed:
             self.stop()
 
@@ -346,7 +347,7 @@ class SequenceRun:
             token_ids=(),
             finish="length",
         )
-        self._context.inbox.put(self._slot, event)
+        self._context.inbox.put(self._slot, event, time.monotonic())
 
     def _end(self) -> None:
         self._done = True

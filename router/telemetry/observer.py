@@ -282,8 +282,9 @@ class SequenceObserver:
         self._submitted_at, self._received_at = time.monotonic(), 0.0
         self._trace.stage("placement", self._placed_at, self._submitted_at, self._notes)
 
-    def received(self, event: TokenEvent) -> None:
-        """Notes that an event came from the worker."""
+    def received(self, event: TokenEvent) -> float:
+        """Notes that an event came from the worker; returns when, in seconds of
+        `time.monotonic`."""
         now = time.monotonic()
         if not self._received_at and (event.token_ids or event.vector is not None):
             self._received_at, self._prefill_s = now, now - self._submitted_at
@@ -294,6 +295,7 @@ class SequenceObserver:
             self._trace.stage("prefill", loaded, now, self._notes)
         if event.finish is not None and self._received_at and event.vector is None:
             self._trace.stage("decode", self._received_at, now, self._notes)
+        return now
 
     def spent(self, cost: DeviceCost) -> None:
         """Notes what an attempt cost; it may come after the request's end."""
@@ -307,20 +309,19 @@ class SequenceObserver:
         """Notes that a sequence killed the workers that it ran on."""
         self._metrics.quarantined.inc()
 
-    def token(self, event: TokenEvent) -> None:
-        """Notes that generated tokens are with the answer's reader."""
+    def token(self, event: TokenEvent, at: float) -> None:
+        """Notes that generated tokens are with the answer's reader. at: when they came."""
         request, metrics, count = self._request, self._own, len(event.token_ids)
-        now = request.clock()
         request.generated(count)
         if self._num_tokens:
-            metrics.token_gap_s.observe(now - self._last_at)
+            metrics.token_gap_s.observe(at - self._last_at)
             if event.attempt != self._attempt:
-                metrics.resume_gap_s.observe(now - self._last_at)
+                metrics.resume_gap_s.observe(at - self._last_at)
         else:
-            self._first_at = now
-            request.first_token(event, now)
+            self._first_at = at
+            request.first_token(event, at)
         self._num_tokens += count
-        self._last_at = now
+        self._last_at = at
         self._attempt = event.attempt
 
     def vector(self, event: TokenEvent) -> None:

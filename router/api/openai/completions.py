@@ -117,13 +117,22 @@ class CompletionsFormatter(OpenAIFormatter):
         if not (event.text or tokens or ids or event.finish or event.vector):
             return b""
         index = event.prompt_index * self._options.n + event.choice
-        offset = self._offsets.get(index, 0)
-        self._offsets[index] = offset + sum(len(token.text) for token in tokens)
-        logprobs = self._logprobs(tokens, _offsets(tokens, offset))
-        reason = None if event.finish is None else self._ended(event.finish)
-        choice = CompletionChoice(index, event.text, logprobs, reason, *stopped(event), ids)
-        more = {"hidden_states": state_of(event), "routed_experts": experts_of(event)}
-        return self._chunk(msgspec.structs.replace(choice, **more))
+        logprobs = None
+        if self._options.logprobs is not None:
+            offset = self._offsets.get(index, 0)
+            self._offsets[index] = offset + sum(len(token.text) for token in tokens)
+            logprobs = self._logprobs(tokens, _offsets(tokens, offset))
+        choice = CompletionChoice(
+            index,
+            event.text,
+            logprobs,
+            None if event.finish is None else self._ended(event.finish),
+            *stopped(event),
+            ids,
+            hidden_states=state_of(event),
+            routed_experts=experts_of(event),
+        )
+        return self._chunk(choice)
 
     def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> bytes:
         """Writes the whole answer at once. Raises RequestError (incomplete)."""

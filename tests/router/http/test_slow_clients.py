@@ -9,10 +9,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from loraplex.router.failures import ReaderTooSlow
-from loraplex.router.generation.inbox import Inbox, memory_of
+from loraplex.router.generation.inbox import Arrival, Inbox, memory_of
 from loraplex.router.http import listeners
 from loraplex.server.protocol import TokenEvent, TokenLogprob
 from tests.router.fake_worker import BASE_NAME, EOS, FakeWorker, ids_of, running_worker
@@ -315,7 +316,7 @@ async def test_who_waits_for_a_whole_answer_is_no_slow_reader(
     """However far the router lags behind its worker: here it reads nothing for a while."""
     worker, take, delayed = talker(), Inbox.take, list[int]()
 
-    async def late(self: Inbox) -> list[tuple[int, TokenEvent]]:
+    async def late(self: Inbox) -> list[Arrival]:
         if not delayed:
             await worker.until(lambda: len(worker.finished) == CHOICES)
         events = await take(self)
@@ -365,15 +366,44 @@ async def test_an_inbox_is_bounded_in_events_and_in_memory() -> None:
     for inbox, most, one in ((by_count, 3, event(0)), (by_memory, 2, event(0, 20))):
         for _ in range(2):  # what was taken counts no more
             for _ in range(most):
-                inbox.put(0, one)
+                inbox.put(0, one, 0.0)
             assert len(await inbox.take()) == most
         for _ in range(most + 1):
-            inbox.put(0, one)
+            inbox.put(0, one, 0.0)
         with pytest.raises(ReaderTooSlow):
             await inbox.take()
 
 
 async def test_one_event_is_always_taken() -> None:
     inbox = Inbox(1, 1)
-    inbox.put(0, event(0, 20))
+    inbox.put(0, event(0, 20), 0.0)
     assert len(await inbox.take()) == 1
+
+
+async def test_a_reader_of_the_whole_answer_is_woken_for_the_first_event_many_and_the_end() -> None:
+    inbox = Inbox(1000, 1 << 20, gathers=4)
+
+    async def taken() -> list[int]:
+        return [one.index for _, one, _ in await inbox.take()]
+
+    async def wakes(*events: TokenEvent) -> bool:
+        reading = asyncio.create_task(taken())
+        await asyncio.sleep(0)
+        for one in events:
+            inbox.put(0, one, 0.0)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        is_woken = reading.done()
+        reading.cancel()
+        return is_woken
+
+    assert await wakes(event(0))
+    assert not await wakes(event(1), event(2), event(3))
+    assert await taken() == [1, 2, 3], "who asks has what is there"
+    assert await wakes(event(4), event(5), event(6), event(7))
+    assert await wakes(msgspec.structs.replace(event(8), finish="length"))
+    reading = asyncio.create_task(taken())
+    await asyncio.sleep(0)
+    inbox.fail(ReaderTooSlow())
+    with pytest.raises(ReaderTooSlow):
+        await reading

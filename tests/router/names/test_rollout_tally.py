@@ -117,7 +117,7 @@ def counters(
     sequence = observer.sequence(served.digest)
     for index in range(tokens):
         clock.now += 0.5
-        sequence.token(TokenEvent("x", 0, 0, index, (7,), load_s=load_s))
+        sequence.token(TokenEvent("x", 0, 0, index, (7,), load_s=load_s), clock.now)
     if fails is not None:
         observer.failed(excused=fails)
     elif tokens:

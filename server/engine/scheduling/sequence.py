@@ -300,8 +300,8 @@ class Sequence:
 
     def room(self, page_size: int) -> int:
         """Tokens beyond the computed ones that its pages in every group can take."""
-        ends = (group.end for group in self.pages)
-        return min(ends, default=sys.maxsize) * page_size - self.num_computed
+        ends = [group.end for group in self.pages]
+        return (min(ends) if ends else sys.maxsize) * page_size - self.num_computed
 
     def page_hash(self, page_size: int, page: int) -> PageHash:
         """The hash of page number `page`, which is full of known tokens. Hashes are kept."""

@@ -119,7 +119,7 @@ async def _pump(
         while True:
             chunk, sent_at = await under_way.get()
             await direction.pass_on(chunk, sent_at)
-            if not chunk:
+            if not chunk or writer.is_closing():  # uvloop would raise RuntimeError
                 raise ConnectionResetError
             writer.write(chunk)
             await writer.drain()

@@ -5,14 +5,16 @@ import json
 import random
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import httpx
 from tokenizers import Tokenizer
 
 from tests.certifying.certificates import CertifyOptions, certified_output
+from tests.chaos.posts import Broken, Refused, posting
 from tests.chaos.processes import Process, Served, demo
 
 TIMEOUT_S = 240.0
@@ -41,16 +43,21 @@ class Answer:
 @dataclass(frozen=True)
 class Order:
     """A request and its right answer. stop_at: where in the text a stop string is, 0 to 1.
+    expect: makes the right tokens, of which not every way to ask has need.
 
     Whoever asks again with the same key must ask for the same.
     """
 
     adapter: str | None
     prompt: str
-    expected: list[int]
+    expect: Callable[[], list[int]]
     max_tokens: int
     key: str
     stop_at: float
+
+    @cached_property
+    def expected(self) -> list[int]:
+        return self.expect()
 
 
 # Sends an order to the router at a URL, and checks what comes.
@@ -63,10 +70,11 @@ class Wrong(Exception):
 
 class Certifier:
     """Knows the right tokens. digests: adapter name -> digest, learnt while all was calm.
-    words: how many a prompt has, at least and at most.
+    words: how many a prompt has, at least and at most. eos_percent: as of `CertifyOptions`.
     """
 
     words = (8, 8)
+    eos_percent: float = 1
 
     def __init__(self, served: Served | None = None) -> None:
         self.served = served or demo()
@@ -76,7 +84,7 @@ class Certifier:
         self._options = CertifyOptions(
             vocab_size=model["vocab_size"],
             eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,),
-            eos_percent=1,
+            eos_percent=self.eos_percent,
         )
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         added = self.tokenizer.get_added_tokens_decoder()
@@ -100,8 +108,8 @@ class Certifier:
     def ordered(self, dice: random.Random, adapter: str | None, prompt: str, count: int) -> Order:
         digest = None if adapter is None else self.digests[adapter]
         key = f"{dice.getrandbits(128):032x}"
-        expected = self.expected(digest, prompt, count)
-        return Order(adapter, prompt, expected, count, key, dice.uniform(0.5, 1.0))
+        expect = partial(self.expected, digest, prompt, count)
+        return Order(adapter, prompt, expect, count, key, dice.uniform(0.5, 1.0))
 
     def expected(
         self, digest: str | None, prompt: str, count: int, allowed: Sequence[int] = ()
@@ -114,10 +122,10 @@ class Certifier:
         decoded: str = self.tokenizer.decode(ids, skip_special_tokens=True)
         return decoded
 
-    def check_head(self, order: Order, response: httpx.Response) -> None:
+    def check_head(self, order: Order, headers: Mapping[str, str]) -> None:
         digest = None if order.adapter is None else self.digests[order.adapter]
-        if response.headers.get(DIGEST_HEADER) != digest:
-            raise Wrong(f"digest {response.headers.get(DIGEST_HEADER)}, expected {digest}")
+        if headers.get(DIGEST_HEADER) != digest:
+            raise Wrong(f"digest {headers.get(DIGEST_HEADER)}, expected {digest}")
 
 
 def check(found: Any, expected: Any) -> None:
@@ -173,11 +181,14 @@ class Clients:
     async def _client(self, min_tokens: int, max_tokens: int) -> None:
         while not self._stopping:
             order = self._certifier.order(self._dice, min_tokens, max_tokens)
-            kind = self._dice.choice(self._kinds)
+            kind = self._kind_for(order)
             answer = await self._ask(order, kind)
             self._note(answer)
             if answer.result == "broken":
                 self._note(await self._ask_again(order, kind))
+
+    def _kind_for(self, order: Order) -> Kind:
+        return self._dice.choice(self._kinds)
 
     def _note(self, answer: Answer) -> None:
         self.answers.append(answer)
@@ -199,12 +210,12 @@ class Clients:
             life = router.lives
             try:
                 await kind(router.url, order, answer)
-            except httpx.ConnectError:  # as any load balancer: the next one
+            except Refused:  # as any load balancer: the next one
                 await asyncio.sleep(RETRY_S)
                 continue
             except Wrong as error:
                 answer.result, answer.detail = "wrong", str(error)
-            except (httpx.HTTPError, OSError) as error:
+            except Broken as error:
                 lived = router.lives == life and not router.dying
                 answer.result = "failed" if lived else "broken"
                 answer.detail = f"{type(error).__name__}: {error}"
@@ -252,30 +263,36 @@ class Clients:
         answer.tokens = found["usage"]["completion_tokens"]
 
     async def _whole(self, url: str, body: dict[str, Any], order: Order) -> Any:
-        response = await self._http.post(url, json=body, headers=keyed(order))
-        if response.status_code != 200:
-            raise Failed(f"{response.status_code}: {response.text[:300]}")
-        self._certifier.check_head(order, response)
-        return response.json()
+        found, headers = await self._posted(url, body, order)
+        self._certifier.check_head(order, headers)
+        return found
+
+    async def _posted(
+        self, url: str, body: dict[str, Any], order: Order
+    ) -> tuple[Any, dict[str, str]]:
+        """The JSON and the headers of an answer."""
+        async with posting(url, body, keyed(order), TIMEOUT_S) as posted:
+            content = await posted.body()
+        if posted.status != 200:
+            raise Failed(f"{posted.status}: {content[:300].decode(errors='replace')}")
+        return json.loads(content), posted.headers
 
     async def _events(self, url: str, body: dict[str, Any], order: Order, answer: Answer) -> Any:
         """A stream's JSON events; their arrivals are noted."""
-        headers = keyed(order)
-        async with self._http.stream("POST", url, json=body, headers=headers) as response:
-            if response.status_code != 200:
-                text = (await response.aread()).decode(errors="replace")
-                raise Failed(f"{response.status_code}: {text[:300]}")
-            self._certifier.check_head(order, response)
+        async with posting(url, body, keyed(order), TIMEOUT_S) as posted:
+            if posted.status != 200:
+                content = await posted.body()
+                raise Failed(f"{posted.status}: {content[:300].decode(errors='replace')}")
+            self._certifier.check_head(order, posted.headers)
             last = answer.started
-            async for line in response.aiter_lines():
-                if not line.startswith("data:") or line == "data: [DONE]":
+            async for at, data in posted.events():
+                if data == b"[DONE]":
                     continue
-                now = time.monotonic()
-                answer.pauses.append((last, now))
-                last = now
-                event = json.loads(line[5:])
+                answer.pauses.append((last, at))
+                last = at
+                event = json.loads(data)
                 if "error" in event:
-                    raise Failed(line[:300])
+                    raise Failed(data[:300].decode(errors="replace"))
                 yield event
 
 

@@ -89,4 +89,4 @@ class StateBase(Certifier):
         count = dice.randint(min_tokens, max_tokens)
         expected = tokens[:count]
         key = f"{uuid.UUID(int=dice.getrandbits(128))}"
-        return Order(adapter, prompt, expected, len(expected), key, dice.uniform(0.5, 1.0))
+        return Order(adapter, prompt, lambda: expected, len(expected), key, dice.uniform(0.5, 1.0))

@@ -19,7 +19,7 @@ CERTIFIED_SIZE = 16
 class CertifyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Settings of an engine without a model.
 
-    eos_percent: how often a token is the first end-of-sequence id (0 = never).
+    eos_percent: how often a token is the first end-of-sequence id (0 = never), to two places.
 
     step_s: seconds that a step takes. copy_polls: calls of `poll_copies` until a copy is usable.
     ending_polls: calls from then on until the copy is over (0 = at once).
@@ -29,7 +29,7 @@ class CertifyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     vocab_size: int = 512
     eos_token_ids: tuple[int, ...] = (2,)
-    eos_percent: int = 0
+    eos_percent: float = 0
     step_s: float = 0.0
     copy_polls: int = 1
     ending_polls: int = 0
@@ -76,7 +76,7 @@ def pictured_ids(
 
 def certified_token(mark: Mark, options: CertifyOptions, may_stop: bool = True) -> int:
     number = int.from_bytes(mark, "little")
-    if may_stop and options.eos_token_ids and number % 100 < options.eos_percent:
+    if may_stop and options.eos_token_ids and number % 10_000 < 100 * options.eos_percent:
         return options.eos_token_ids[0]
     token_id = (number >> 8) % options.vocab_size
     while token_id in options.eos_token_ids:

@@ -8,6 +8,7 @@ strictly what plans promise.
 import time
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -396,7 +397,7 @@ class CertifyingExecutor:
             goes_on = masks is None or masks[len(token_ids)].any()
             if not goes_on or piece.draft[position - piece.start - 1] != token_id:
                 for place in range(position, end):
-                    self._write(row, piece.seq_row, place, WRONG_MARK)
+                    self._write(row, piece.seq_row, place, is_wrong=True)
                 break
             mark = next_mark(mark, token_id, row.adapter)
             row.add(mark)
@@ -472,27 +473,25 @@ class CertifyingExecutor:
 
     def _group_holds(self, row: FakeRow, group: int, first: int) -> bool:
         """The pages of one group, from its first that the next token sees."""
-        pages, images = row.pages[group], row.images[group]
-        for i in range(first, len(images)):
-            page, image = pages.get(i), images[i]
-            if page is None:
-                raise ContractError(f"a page of row {row.start.seq_row} is gone")
-            held = self._kv[page]
-            if held != image and held[: len(image)] != image:
-                return False
-        return True
+        pages, images = row.pages[group], row.images[group][first:]
+        if first in pages:
+            seen = islice(pages.values(), first - next(iter(pages)), None)
+            held = list(map(self._kv.__getitem__, islice(seen, len(images))))
+        else:
+            held = []
+        if len(held) < len(images):
+            raise ContractError(f"a page of row {row.start.seq_row} is gone")
+        if images:  # the last page may not be full
+            held[-1] = held[-1][: len(images[-1])]
+        return held == images
 
-    def _write(self, row: FakeRow, seq_row: int, position: int, mark: Mark | None = None) -> None:
-        """mark: None = the right one."""
+    def _write(self, row: FakeRow, seq_row: int, position: int, *, is_wrong: bool = False) -> None:
         place, offset = divmod(position, self.limits.page_size)
-        for group, pages in enumerate(row.pages):
+        for pages, images in zip(row.pages, row.images, strict=True):
             page = pages[place]
             if self._holders[page] != {seq_row}:
                 raise ContractError(f"page {page} is written while it is shared")
-            images = row.images[group]
-            self._kv[page][offset] = (
-                images[place][offset] if mark is None else mark + row.tag(group)
-            )
+            self._kv[page][offset] = WRONG_MARK if is_wrong else images[place][offset]
 
     def wait_idle(self) -> None:
         self._in_flight.clear()

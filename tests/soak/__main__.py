@@ -4,7 +4,6 @@ A round that ended stands in the record; a run that was broken off goes on with 
 """
 
 import argparse
-import asyncio
 import json
 import sys
 import tempfile
@@ -12,15 +11,17 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import uvloop
+
 from tests.soak.rounds import Outcome, Round, run
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--tokens", type=int, default=10_000_000, help="of the whole run")
-    parser.add_argument("--round", type=int, default=500_000, help="tokens of a round")
+    parser.add_argument("--round", type=int, default=1_000_000, help="tokens of a round")
     parser.add_argument("--seed", type=int, default=1, help="of the first round; others follow")
-    parser.add_argument("--clients", type=int, default=32, help="requests under way at once")
+    parser.add_argument("--clients", type=int, default=64, help="requests under way at once")
     parser.add_argument("--folder", type=Path, help="where logs are kept (default: nowhere)")
     parser.add_argument("--record", type=Path, default=Path(".cache/soak.jsonl"))
     options = parser.parse_args()
@@ -32,7 +33,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as temporary:
             folder = (options.folder or Path(temporary)) / str(seed)
             folder.mkdir(parents=True)
-            outcome = asyncio.run(run(asked, folder))
+            outcome = uvloop.run(run(asked, folder))
         with options.record.open("a") as file:
             file.write(json.dumps(_line(asked, outcome)) + "\n")
         print(_table([_line(asked, outcome)]), flush=True)

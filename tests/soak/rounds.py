@@ -40,7 +40,9 @@ USED = (
     *("recalled_kv_pages_total", "accepted_draft_tokens_total", "preemptions_total"),
     "images_total",
 )
-MIN_TOKENS, MAX_TOKENS = 10, 600
+MIN_TOKENS, MAX_TOKENS = 10, 1000
+# As long as a GPU's, so that many sequences are in each step.
+STEP_S = 0.01
 # A process is flat if its last part weighs at most this much more than the part before.
 PARTS = 4
 GROWTH_BYTES, GROWTH_SHARE = 8 << 20, 0.05
@@ -54,7 +56,7 @@ class Round:
     tokens: int
     clients: int
     workers: int = 2
-    calm_s: float = 2.0
+    calm_s: float = 1.0
 
 
 @dataclass
@@ -105,7 +107,8 @@ class SoakFleet(Fleet):
     def __init__(self, folder: Path, asked: Round, redis: RedisServer) -> None:
         paths = adapter_paths()
         roots = next(iter(paths.values())).parent
-        executor = ("--executor", certify(eos_percent=1, check_bytes=True))
+        options = {"eos_percent": SoakCertifier.eos_percent, "step_s": STEP_S}
+        executor = ("--executor", certify(**options, check_bytes=True))
         model = folder / "seeing"
         save_seeing(model)
         served = Served(model, roots, tuple(paths), (*executor, *WORKER_OPTIONS))

@@ -32,6 +32,7 @@ _PROCESSOR = {
     "image_mean": [0.48145466, 0.4578275, 0.40821073],
     "image_std": [0.26862954, 0.26130258, 0.27577711],
 }
+_CONTEXT = 2048
 _PICTURES, _KINDS = 24, ("PNG", "JPEG", "WEBP", "GIF")
 _EMBEDDINGS, _TOWER = "model.embed_tokens.weight", "visual.patch_embed.proj.weight"
 
@@ -44,6 +45,7 @@ def save_seeing(folder: Path) -> None:
     text |= {
         "model_type": "qwen2_5_vl_text",
         "vocab_size": first + 4,
+        "max_position_embeddings": _CONTEXT,
         "rope_scaling": {"rope_type": "default", "mrope_section": [8, 12, 12]},
     }
     vision = {"depth": 3, "hidden_size": 32, "intermediate_size": 24, "num_heads": 2}

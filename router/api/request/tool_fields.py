@@ -113,13 +113,15 @@ def offered_tools(
 
 
 def for_template(tools: Tools) -> list[dict[str, Any]]:
-    """Describes tools as chat templates read them."""
+    """Describes tools as chat templates read them: what a caller leaves out of a description is
+    left out, as in transformers.
+    """
     return [
         {
             "type": "function",
             "function": {
                 "name": tool.name,
-                "description": tool.description or "",
+                **({} if tool.description is None else {"description": tool.description}),
                 "parameters": tool.parameters or {"type": "object", "properties": {}},
             },
         }

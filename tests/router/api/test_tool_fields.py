@@ -54,7 +54,6 @@ def test_templates_get_tools_in_full() -> None:
             "type": "function",
             "function": {
                 "name": "now",
-                "description": "",
                 "parameters": {"type": "object", "properties": {}},
             },
         },

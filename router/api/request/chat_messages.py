@@ -251,4 +251,4 @@ def _spelled_arguments(messages: list[Message]) -> list[str]:
 def _tool_call(call: MessageToolCall) -> dict[str, Any]:
     function = {"name": call.function.name, "arguments": call.function.arguments}
     ids = {} if call.id is None else {"id": call.id}
-    return {"type": call.type, **ids, "function": function}
+    return {**ids, "type": call.type, "function": function}  # templates may write it as JSON

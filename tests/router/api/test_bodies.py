@@ -688,10 +688,12 @@ def test_messages_reach_the_template_as_it_expects_them() -> None:
         {
             "role": "assistant",
             "content": None,
-            "tool_calls": [{"type": "function", "id": "1", "function": function}],
+            "tool_calls": [{"id": "1", "type": "function", "function": function}],
         },
         {"role": "tool", "content": "c", "tool_call_id": "1"},
     ]
+    written = call.messages[2]["tool_calls"][0]
+    assert [*written] == ["id", "type", "function"]  # in which order a template writes it as JSON
     variables = {"enable_thinking": False}
     assert call.template == TemplateOptions(variables=variables, effort="none")
     assert call.tools is None

@@ -32,6 +32,8 @@ from tests.server.model.slabs import pack
 TOKENS = 3
 # Of the smallest graph of steps with prompts: the interpreter pays for each row of padding.
 _LEAST_TOKENS = 16
+# Builds drivers that tests make while a Pair is there, among them the reference of another Pair.
+_BUILD_REFERENCE = executor_module.build
 
 
 class Pair:
@@ -86,6 +88,7 @@ class Pair:
             patch.setattr(fast_path, "token_sizes", lambda *_: tuple(every))
         self.graphs = replace_graphs(patch)
         self.gpu = _gpu_driver(folder, changes)
+        patch.setattr(executor_module, "build", _BUILD_REFERENCE)
         of_gpu = [pack(model, name, shards=self.gpu.config.shards) for name in adapters]
         for driver, packed in ((self.reference, slabs), (self.gpu, of_gpu)):
             load_in_order(driver, packed)

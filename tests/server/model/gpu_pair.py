@@ -17,6 +17,7 @@ from peft import LoraConfig
 from loraplex.adapters.manifest import SlabLayout
 from loraplex.server.kernels.launch.configs import read_configs
 from loraplex.server.model import executor as executor_module
+from loraplex.server.model.graphs import gpu_path
 from loraplex.server.model.graphs.decode_batch import DecodeBatch
 from loraplex.server.model.lora.lora import Reach
 from loraplex.server.model.ops.ops import StepLayout
@@ -33,7 +34,7 @@ TOKENS = 3
 # Of the smallest graph of steps with prompts: the interpreter pays for each row of padding.
 _LEAST_TOKENS = 16
 # Builds drivers that tests make while a Pair is there, among them the reference of another Pair.
-_BUILD_REFERENCE = executor_module.build
+_BUILD_REFERENCE = gpu_path.build
 
 
 class Pair:

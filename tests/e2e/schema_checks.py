@@ -66,6 +66,7 @@ UNSAID = (
     Rule(_TEXTS, "a pattern of Python's that ends", (400, 422), r"`(.*\.)?stop_regex`: "),
     Rule(_TEXTS, "the model has experts", (400, 422), r"^return_routed_experts: "),
     Rule(_TEXTS, "the model reads images", (400, 422), r"reads no images|image_url`: "),
+    Rule(_TEXTS, "sizes of images agree", (400, 422), r"`mm_processor_kwargs`: has "),
     # Of forms of answers
     Rule(_TEXTS, "the form of an answer", (400, 422), _FORM),
     # Of OpenAI's routes

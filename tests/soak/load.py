@@ -293,20 +293,27 @@ class SoakClients(Clients):
                 await asyncio.sleep(POLL_S)
 
     async def _check_batch(self, batch: dict[str, Any], orders: list[Order]) -> None:
-        found = dict[int, str]()
-        if batch["status"] == "completed" and batch["output_file_id"]:
-            content = None
-            while content is None:
-                content = await self._call("GET", f"/v1/files/{batch['output_file_id']}/content")
-            for line in map(json.loads, content.text.splitlines()):
-                text = line["response"]["body"]["choices"][0]["text"]
-                found[int(line["custom_id"])] = text
+        found, failed = dict[int, str](), dict[int, str]()
+        is_done = batch["status"] == "completed"
+        for line in await self._lines_of(batch["output_file_id"] if is_done else None):
+            text = line["response"]["body"]["choices"][0]["text"]
+            found[int(line["custom_id"])] = text
+        for line in await self._lines_of(batch["error_file_id"]):
+            failed[int(line["custom_id"])] = json.dumps(line)
         for number, order in enumerate(orders):
             answer = Answer("batch_line", 0.0, tokens=len(order.expected))
             if found.get(number) != self._certifier.text(order.expected):
-                answer.tokens, answer.detail = 0, f"{batch['status']}: {found.get(number)!r}"
+                said = found.get(number, failed.get(number))
+                answer.tokens, answer.detail = 0, f"{batch['status']}: {said!r}"
                 answer.result = "wrong" if number in found else "failed"
             self._note(answer)
+
+    async def _lines_of(self, file_id: str | None) -> list[Any]:
+        """The lines of a batch's file, if there is one."""
+        content = None
+        while file_id and content is None:
+            content = await self._call("GET", f"/v1/files/{file_id}/content")
+        return [] if content is None else [json.loads(line) for line in content.text.splitlines()]
 
 
 def _line(number: int, order: Order) -> str:

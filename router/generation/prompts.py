@@ -116,7 +116,7 @@ async def _marked_prompt(
     marked = str(call.prompts[0])
     place = "".join(model.token(token_id) or "" for token_id in vision.place)
     given, text = await model.turns.run(
-        len(marked), lambda: in_text(marked, _PARAM[call.api], place)
+        len(marked), lambda: in_text(marked, input_field(call), place)
     )
     pictures = await reader.read(given, model, vision)
     return await _encode_with(call, model, text, pictures)
@@ -150,7 +150,7 @@ async def _encode_with(
     vision = model.card.vision
     if vision is not None and pictures:
         text = spaced(text, vision, model.token(vision.spot) or "")
-    prompt = await model.turns.run(len(text), lambda: _encode(call, model, text, _PARAM[call.api]))
+    prompt = await model.turns.run(len(text), lambda: _encode(call, model, text, input_field(call)))
     return await _with_pictures(call, model, prompt, pictures)
 
 
@@ -169,7 +169,7 @@ async def _with_pictures(
     size = len(prompt.ids) + sum(map(len, own)) - len(own)
     if _kept(call, model, size) != slice(None):
         message = "a prompt with images is not cut"
-        raise RequestError("unsupported", message, param=_PARAM[call.api])
+        raise RequestError("unsupported", message, param=input_field(call))
 
     def put() -> tuple[list[int], list[str], list[tuple[int, int]]]:
         return placed(prompt.ids, prompt.parts, own, vision)
@@ -178,7 +178,7 @@ async def _with_pictures(
         ids, parts, places = await model.turns.run(size, put)
     except ValueError as error:
         message = f"{error}: a text spells an image's token, or the chat template leaves images out"
-        raise RequestError("invalid", message, param=_PARAM[call.api]) from None
+        raise RequestError("invalid", message, param=input_field(call)) from None
     spans = [
         PictureSpan(start, length, picture.digest, picture.grid, picture.pixels)
         for (start, length), picture in zip(places, pictures, strict=True)
@@ -200,7 +200,7 @@ def resolve_sampling(call: GenerationCall, model: TextModel, prompt: Prompt) -> 
     check_ids(call.sampling.logprob_token_ids, model, "logprob_token_ids")
     if not prompt.ids:
         message = "expected a prompt of at least one token"
-        raise RequestError("invalid", message, param=_PARAM[call.api])
+        raise RequestError("invalid", message, param=input_field(call))
     card, sampling = model.card, call.sampling
     room = card.max_context - len(prompt.ids)
     if room < (1 if call.max_tokens is None else call.max_tokens):
@@ -209,7 +209,7 @@ def resolve_sampling(call: GenerationCall, model: TextModel, prompt: Prompt) -> 
             "context_length",
             f"the model's context is {card.max_context} tokens, prompt and output together; "
             f"got a prompt of {len(prompt.ids)}{asked}",
-            param=_PARAM[call.api],
+            param=input_field(call),
         )
     logprobs, read = (
         None if n is None else min(n, card.vocab_size)
@@ -246,9 +246,11 @@ _PARAM: dict[Api, str] = {
 }
 
 
-def input_field(api: Api) -> str:
-    """Returns the name of the API's field for prompts."""
-    return _PARAM[api]
+def input_field(call: GenerationCall) -> str:
+    """Names the field of the body from which the call's prompts come."""
+    if call.api in ("sglang", "lmdeploy") and any(isinstance(ids, list) for ids in call.prompts):
+        return "input_ids"
+    return _PARAM[call.api]
 
 
 async def render_messages(
@@ -299,8 +301,8 @@ _CHAT_FIELDS: dict[Api, dict[str, str]] = {
 
 def _build(call: GenerationCall, model: TextModel, prompt: str | list[int]) -> Prompt:
     if isinstance(prompt, str):
-        return _encode(call, model, prompt, _PARAM[call.api])
-    check_ids(prompt, model, "token_ids" if call.api == "tokens" else "prompt")
+        return _encode(call, model, prompt, input_field(call))
+    check_ids(prompt, model, input_field(call))
     return _prompt(call, model, prompt)
 
 

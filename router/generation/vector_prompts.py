@@ -125,7 +125,7 @@ class TextReader:
     def field(self, index: int) -> str:
         """The name of a prompt's field, with its index where there are several."""
         call = self._call
-        field = input_field(call.api) if call.messages is None else "messages"
+        field = input_field(call) if call.messages is None else "messages"
         return field if len(self._call.prompts) == 1 else f"{field}[{index}]"
 
     def prompt(self, prompt: str | list[int], before: str, field: str) -> Prompt:

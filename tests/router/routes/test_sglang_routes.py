@@ -91,6 +91,12 @@ async def test_the_prompt_alone(router: Running, worker: FakeWorker) -> None:
         ({"text": "hi", "sampling_params": {"nonsense": 1}}, "sampling_params.nonsense"),
         ({"text": ""}, "text"),
         ({"text": "hi", "sampling_params": {"max_new_tokens": 5000}}, "text"),
+        ({"input_ids": [1], "sampling_params": {"max_new_tokens": 5000}}, "input_ids"),
+        ({"input_ids": [1, 10**6]}, "input_ids"),
+        ({"input_ids": [[1], [1, 10**6]]}, "input_ids"),
+        ({"input_ids": [1, 10**6], "max_tokens": 4}, "input_ids"),  # LMDeploy's shape
+        ({"input_ids": [1], "max_tokens": 5000}, "input_ids"),
+        ({"prompt": "hi", "max_tokens": 5000}, "prompt"),
     ],
 )
 async def test_errors(router: Running, body: dict[str, Any], param: str) -> None:

@@ -69,7 +69,7 @@ Cause = Literal[
     "conflict",  # a lifecycle operation contradicts another
     "gone",  # removed
     "too_large",  # the body, in bytes
-    "media_type",  # not JSON, or compressed
+    "media_type",  # not JSON, not UTF-8, or compressed
     "adapter_invalid",
     "adapter_too_large",
     "overloaded",  # a queue is full

@@ -1,5 +1,6 @@
 """Requests of an evaluation, and what their answers say: lines of a batch's files."""
 
+import codecs
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from os.path import commonprefix
@@ -77,7 +78,7 @@ def read_cases(path: Path, score: str) -> list[EvalLine]:
     Raises CommandError.
     """
     try:
-        texts = path.read_bytes().splitlines()
+        texts = path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()
     except OSError as error:
         raise CommandError(f"{path} cannot be read: {error.strerror}") from None
     cases = []

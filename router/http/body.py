@@ -1,14 +1,17 @@
 """A request's body: read within limits of bytes and time, whatever the client sends."""
 
 import asyncio
+import codecs
 from dataclasses import dataclass
 
+from python_multipart.multipart import parse_options_header
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from loraplex.router.call import RequestError
 
 CLIENT_GONE_STATUS = 499  # as nginx counts it
+_CHARSETS = ("", "utf-8", "utf8", "us-ascii", "ascii")  # "" = none is said
 
 
 class ClientGone(Exception):
@@ -26,7 +29,8 @@ class BodyLimits:
 async def read_json_body(request: Request, limits: BodyLimits) -> bytes:
     """The body of a request that carries JSON. Raises RequestError, ClientGone.
 
-    Empty if there is none: then it has no type, whatever a client's header says.
+    Empty if there is none: then it has no type, whatever a client's header says. A byte order mark
+    is left out.
     """
     if not _has_body(request):
         return b""
@@ -43,7 +47,7 @@ async def read_json_body(request: Request, limits: BodyLimits) -> bytes:
                 if len(body) > max_bytes:
                     raise RequestError("too_large", f"the body may have at most {max_bytes} bytes")
                 if not message.get("more_body", False):
-                    return bytes(body)
+                    return bytes(body).removeprefix(codecs.BOM_UTF8)
     except TimeoutError as error:
         raise RequestError(
             "body_timeout", f"the body did not arrive within {timeout_s:g} s"
@@ -60,11 +64,15 @@ def _check_headers(request: Request, max_bytes: int) -> None:
     # A browser's page may post forms, text and bytes without a type to any address without asking;
     # JSON it may not.
     unstated = "" if "origin" in request.headers else "application/json"
-    media_type = request.headers.get("content-type", unstated).partition(";")[0].strip().lower()
+    content_type = request.headers.get("content-type", unstated)
+    media_type = content_type.partition(";")[0].strip().lower()
     if media_type != "application/json" and not media_type.endswith("+json"):
         raise RequestError(
             "media_type", f"expected content-type application/json, got {media_type[:100]!r}"
         )
+    charset = parse_options_header(content_type)[1].get(b"charset", b"").decode("latin-1")
+    if charset.strip("'").lower() not in _CHARSETS:
+        raise RequestError("media_type", f"charset {charset[:100]!r} is not supported: send UTF-8")
     check_plain(request.headers, max_bytes)
 
 

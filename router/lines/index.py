@@ -3,6 +3,7 @@
 About 20 bytes a line are kept, and 80 more while the file is read through. No body is.
 """
 
+import codecs
 import os
 import stat
 from array import array
@@ -43,7 +44,9 @@ class BatchInput:
     def _read_through(self) -> None:
         adapters: dict[str, int] = {}
         seen: set[bytes] = set()
-        offset = 0
+        mark = codecs.BOM_UTF8
+        offset = len(mark) if self._file.read(len(mark)) == mark else 0
+        self._file.seek(offset)
         for line in self._lines():
             content = line.strip()
             if self.lines == self._rules.max_lines:

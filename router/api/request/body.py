@@ -28,8 +28,8 @@ N = TypeVar("N", bound=str)
 def decode_body(body: bytes, kind: type[T]) -> tuple[T, dict[str, Any]]:
     """The typed body, and all of it as plain values (for fields that `kind` does not know).
 
-    Refused: bytes that are no UTF-8 JSON object (RFC 8259), a byte order mark, NaN and Infinity,
-    lone surrogates, repeated keys. So are more than 32 levels, too many values, and values out of
+    Refused: bytes that are no UTF-8 JSON object (RFC 8259), NaN and Infinity, lone surrogates,
+    repeated keys. So are more than 32 levels, too many values, and values out of
     range or of another type than declared. Raises RequestError (invalid).
     """
     plain = decode_plain(body)

@@ -87,6 +87,11 @@ def test_files_that_are_refused(tmp_path: Path, text: str, words: str) -> None:
         read_cases(tmp_path / "f.jsonl", "exact")
 
 
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "f.jsonl").write_text('{"prompt": "x", "answer": "y"}', "utf-8-sig")
+    assert [case.prompt for case in read_cases(tmp_path / "f.jsonl", "exact")] == ["x"]
+
+
 def record(custom_id: str, status: int, body: Any) -> str:
     response = {"status_code": status, "request_id": None, "body": body}
     whole = {"id": "batch_req_1_0", "custom_id": custom_id, "response": response, "error": None}

@@ -1,6 +1,7 @@
 """Everything is bounded: bodies, heads, queues, time; full means a clear answer."""
 
 import asyncio
+import codecs
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -230,6 +231,10 @@ async def test_a_body_too_large(tmp_path: Path) -> None:
     ("headers", "status"),
     [
         ({"content-type": "application/json; charset=utf-8"}, 200),
+        ({"content-type": 'application/json; Charset="UTF-8"'}, 200),
+        ({"content-type": "application/json;charset=us-ascii"}, 200),
+        ({"content-type": "application/json; charset=latin-1"}, 415),
+        ({"content-type": 'application/json; x=";"; CHARSET="UTF-16"'}, 415),
         ({"content-type": "application/vnd.api+json"}, 200),
         ({}, 200),
         ({"origin": "https://page.example"}, 415),  # as its script may send without asking
@@ -246,6 +251,14 @@ async def test_content_types(router: Running, headers: dict[str, str], status: i
         answer = await router.client.post(path, content=content, headers=headers)
         assert answer.status_code == status
         assert answer.json()
+
+
+async def test_a_byte_order_mark_before_a_body(router: Running) -> None:
+    content = codecs.BOM_UTF8 + json.dumps(BODY).encode()
+    for path in ("/v1/completions", "/tokenize"):
+        assert (await router.client.post(path, content=content)).status_code == 200
+        twice = await router.client.post(path, content=codecs.BOM_UTF8 + content)
+        assert twice.is_client_error
 
 
 # Heads

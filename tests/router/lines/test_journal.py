@@ -1,5 +1,6 @@
 """A killed batch goes on: its files are read again, and each line is answered once."""
 
+import codecs
 import contextlib
 import tempfile
 from pathlib import Path
@@ -93,6 +94,14 @@ def test_killed_and_started_again(kills: list[tuple[int, int, bool]], lines: lis
         there = [number for number, text in enumerate(lines, 1) if text]
         assert numbers(files.out, files.errors) == there
         assert files.answer() == len(there)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(files: Files) -> None:
+    files.input.write_bytes(codecs.BOM_UTF8 + files.input.read_bytes())
+    assert files.answer(limit=3) == 0
+    assert files.answer() == 3
+    assert records(files.out)[0]["custom_id"] == "a"
+    assert numbers(files.out, files.errors) == NUMBERS
 
 
 def test_lines_may_be_added(files: Files) -> None:

@@ -122,4 +122,6 @@ class FormReader:
 
 
 def _text(raw: bytes) -> str:
-    return raw.decode("utf-8", "replace")
+    """Reads a name as HTML writes names in forms: these three characters alone are escaped."""
+    text = raw.decode("utf-8", "replace")
+    return text.replace("%22", '"').replace("%0D", "\r").replace("%0A", "\n")

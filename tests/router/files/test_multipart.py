@@ -60,7 +60,9 @@ def test_a_clients_form() -> None:
     boundary = boundary_of(request.headers["content-type"])
     reader = FormReader(boundary)
     events = reader.feed(request.read())
-    assert [event.name for event in events if isinstance(event, PartBegins)] == ["purpose", "file"]
+    begun = [event for event in events if isinstance(event, PartBegins)]
+    assert [part.name for part in begun] == ["purpose", "file"]
+    assert begun[1].filename == 'ü ".jsonl'
     assert PartContent(b"{}\r\n") in events
     assert reader.is_whole
 
@@ -113,6 +115,15 @@ def test_names_of_any_spelling(name: bytes) -> None:
         return
     assert isinstance(events[0], PartBegins)
     assert events[0].name == "file"
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [(b"a%22b%0D%0A.jsonl", 'a"b\r\n.jsonl'), (b"50%25 %2f%20%2522", "50%25 %2f%20%2522")],
+)
+def test_three_characters_are_escaped_in_names(written: bytes, name: str) -> None:
+    head = b'--edge\r\nContent-Disposition: form-data; name="file"; filename="' + written
+    assert FormReader(BOUNDARY).feed(head + b'"\r\n\r\n')[0] == PartBegins("file", name)
 
 
 def test_a_form_that_breaks_off() -> None:

@@ -342,4 +342,4 @@ def _refusal(name: OwnedName, error: Exception) -> AdapterError:
         return AdapterError("unavailable", message, (), _RETRY_S)
     if isinstance(error, TableFull):
         return _too_many()
-    return AdapterError("conflict", f"adapter '{name}' has just been changed by somebody else")
+    return AdapterError("conflict", f"adapter '{name.name}' has just been changed by somebody else")

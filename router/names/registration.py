@@ -177,7 +177,7 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
                 return version.content
         code: AdapterErrorCode = "gone" if number <= self.last_version else "not_found"
         kept = ", ".join(str(version.number) for version in self.kept) or "none"
-        raise AdapterError(code, f"no version {number} of adapter '{self.key}'; kept: {kept}")
+        raise AdapterError(code, f"no version {number} of adapter '{self.name}'; kept: {kept}")
 
     def chosen(self, sticky: str) -> Content | None:
         """The content for one caller."""
@@ -244,7 +244,7 @@ def move(registration: Registration, event: Event) -> Registration:
             check_served(registration)
         hint = _HINTS.get(registration.state, "that cannot be done now")
         raise AdapterError(
-            "conflict", f"adapter '{registration.key}' is {registration.state}: {hint}"
+            "conflict", f"adapter '{registration.name}' is {registration.state}: {hint}"
         )
     drainer = registration.drainer if state == "unloading" else ""
     return msgspec.structs.replace(registration, state=state, drainer=drainer)
@@ -319,11 +319,11 @@ def check_uploadable(existing: Registration | None, replace: bool) -> None:
     if existing is None or existing.state == "deleted":
         return
     if existing.rollout is not None:
-        message = f"adapter '{existing.key}' has a rollout: end it first"
+        message = f"adapter '{existing.name}' has a rollout: end it first"
         raise AdapterError("conflict", message)
     if existing.ref.source != "upload" and not replace:
         message = (
-            f"adapter '{existing.key}' is registered with {format_ref(existing.ref)}: "
+            f"adapter '{existing.name}' is registered with {format_ref(existing.ref)}: "
             "`?replace=true` lets the upload take its place"
         )
         raise AdapterError("conflict", message)
@@ -338,7 +338,7 @@ def conflicts(existing: Registration, ref: AdapterRef, replace: bool) -> None:
         return
     raise AdapterError(
         "conflict",
-        f"adapter '{existing.key}' is registered with another reference: "
+        f"adapter '{existing.name}' is registered with another reference: "
         "send `replace`: true (vLLM's route: `load_inplace`) to replace it, or delete it first",
     )
 

@@ -56,7 +56,7 @@ def check_undeclared(registration: Registration) -> None:
     if rollout is not None and rollout.declared is not None:
         raise AdapterError(
             "conflict",
-            f"the versions of adapter '{registration.key}' are declared by the adapters file: "
+            f"the versions of adapter '{registration.name}' are declared by the adapters file: "
             "change them there, or take their shares away with a rollback",
         )
 
@@ -121,7 +121,7 @@ def rolled_back(
         for v in rollout.versions
     )
     if versions == rollout.versions:
-        raise AdapterError("conflict", f"adapter '{registration.key}': no such share to take away")
+        raise AdapterError("conflict", f"adapter '{registration.name}': no such share to take away")
     after = msgspec.structs.replace(rollout, versions=versions)
     if not any(version.weight for version in versions):
         after = msgspec.structs.replace(after, weight=_ALL, live=_ALL)
@@ -147,7 +147,7 @@ def to_promote(registration: Registration, digest: str | None) -> Version:
     if len(versions) != 1:
         which = "no version" if not versions else f"{len(versions)} versions"
         raise AdapterError(
-            "conflict", f"adapter '{registration.key}': {which} to promote; say which, by digest"
+            "conflict", f"adapter '{registration.name}': {which} to promote; say which, by digest"
         )
     return versions[0]
 
@@ -171,7 +171,7 @@ def before(registration: Registration, digest: str | None) -> Change:
         if is_other and (digest is None or change.digest.startswith(digest)):
             return change
     what = "an earlier version" if digest is None else f"a version {digest[:80]!r}"
-    message = f"the history of adapter '{registration.key}' has not {what}"
+    message = f"the history of adapter '{registration.name}' has not {what}"
     raise AdapterError("conflict", message)
 
 
@@ -186,7 +186,7 @@ def reverted(registration: Registration, content: Content, now: float, by: str) 
 def running(registration: Registration) -> Rollout:
     """The rollout that a registration has. Raises AdapterError (conflict)."""
     if registration.rollout is None:
-        raise AdapterError("conflict", f"adapter '{registration.key}' has no rollout")
+        raise AdapterError("conflict", f"adapter '{registration.name}' has no rollout")
     return registration.rollout
 
 
@@ -210,7 +210,7 @@ def _check_distinct(registration: Registration, versions: Sequence[Version]) -> 
             raise AdapterError(
                 "conflict",
                 f"{format_ref(version.ref)} is the same content as another version of "
-                f"'{registration.key}'",
+                f"'{registration.name}'",
             )
         seen.add(version.digest)
 

@@ -102,10 +102,10 @@ class AdapterAdmin:
             )
             hint = did_you_mean(close)
             raise AdapterError(
-                "not_found", f"no adapter is registered as {str(name)[:200]!r}{hint}"
+                "not_found", f"no adapter is registered as {name.name[:200]!r}{hint}"
             )
         if registration.state == "deleted":
-            raise AdapterError("gone", f"adapter '{name}' has been deleted")
+            raise AdapterError("gone", f"adapter '{name.name}' has been deleted")
         return registration
 
     def is_registered(self, name: OwnedName) -> bool:
@@ -146,7 +146,7 @@ class AdapterAdmin:
         if declared is not None and origin in (None, declared.origin):
             where = DECLARED_BY[declared.origin]
             raise AdapterError(
-                "conflict", f"adapter '{name}' is declared by {where}: change it there"
+                "conflict", f"adapter '{name.name}' is declared by {where}: change it there"
             )
 
     async def register(self, request: RegistrationRequest) -> Registration:
@@ -200,7 +200,7 @@ class AdapterAdmin:
         if request.once and before is not None and before.in_service:
             raise AdapterError(
                 "conflict",
-                f"adapter '{name}' has already been loaded: `load_inplace`: true replaces it",
+                f"adapter '{name.name}' has already been loaded: `load_inplace`: true replaces it",
             )
         # Who registers a name once more, to be sure that it is there, takes nothing from it.
         pinned = request.pin if request.pin is not None else before is not None and before.pinned

@@ -93,7 +93,9 @@ class Rollouts:
         async with admin.lock(name):
             now = admin.get(name)
             if now.rollout != rollout or now.digest != registration.digest:
-                raise AdapterError("conflict", f"the rollout of '{name}' has just been changed")
+                raise AdapterError(
+                    "conflict", f"the rollout of '{name.name}' has just been changed"
+                )
             warmed = msgspec.structs.replace(now, rollout=in_force(rollout), error=None)
             return await admin.commit(now, warmed)
 
@@ -198,7 +200,7 @@ class Rollouts:
                 return msgspec.structs.replace(version, weight=weight)
         content = await self._admin.fetch(registration, ref)
         if content.base != registration.base:
-            message = f"{format_ref(ref)} is for another base than adapter '{registration.key}'"
+            message = f"{format_ref(ref)} is for another base than adapter '{registration.name}'"
             raise AdapterError("conflict", message)
         return Version(ref, content, weight)
 

@@ -273,7 +273,14 @@ async def test_keys_with_the_right_upload_for_their_tenant(
     assert (await router.client.get(NAME, headers=trainer)).json()["tenant"] == "acme"
     assert (await router.client.delete(NAME, headers=other)).status_code == 404
     assert (await router.client.post(f"{NAME}/unload", headers=trainer)).status_code == 401
+    beyond = await router.client.post(
+        "/v1/completions", json={**ask, "model": "policy@9"}, headers=plain
+    )
+    assert "no version 9 of adapter 'policy'" in beyond.json()["error"]["message"]
     assert (await router.client.delete(NAME, headers=trainer)).status_code == 200
+    for name, words in (("policy", "adapter 'policy' has been"), ("policy1", "as 'policy1'")):
+        gone = await router.client.get(f"/v1/adapters/{name}", headers=trainer)
+        assert words in gone.json()["error"]["message"]
 
 
 async def test_limits(tmp_path: Path) -> None:

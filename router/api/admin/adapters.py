@@ -528,6 +528,10 @@ def parse_target(text: str, param: str, default_source: str) -> AdapterRef:
     """Parses the reference that a name shall mean; a path is a folder. Raises RequestError."""
     if text.startswith("/"):
         text = path_ref(text)
+    message = (
+        "a path of the server's begins with '/'; `loraplex adapter push` sends a folder of yours"
+    )
+    require(not f"{text}/".startswith(("./", "../")), f"got {text[:80]!r}: {message}", param)
     try:
         ref = parse_ref(text, cast(RefSource, default_source))
     except AdapterError as error:

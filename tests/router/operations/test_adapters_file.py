@@ -82,6 +82,7 @@ def test_a_file_that_cannot_be_understood(data: bytes, words: str) -> None:
         ({"name": "x"}, "x", "ref"),
         ({"ref": "org/one"}, "entry 2", "name"),
         ({"name": "x", "ref": "plain"}, "x", "no source"),
+        ({"name": "x", "ref": "./tone"}, "x", "begins with '/'"),
         ({"name": "x", "ref": "org/one", "pn": True}, "x", "pn"),
         ({"name": "x", "ref": "org/one", "pin": "yes!"}, "x", "bool"),
         ({"name": "x", "ref": "org/one", "tool_format": "none"}, "x", "expected one of auto"),

@@ -163,6 +163,7 @@ async def test_a_load_that_finds_no_room_registers_nothing(
         ("load", {"lora_name": "mine"}, "lora_path"),
         ("load", {"lora_name": "mine", "lora_path": ""}, "lora_path"),
         ("load", {"lora_name": "mine", "lora_path": "mine"}, "lora_path"),
+        ("load", {"lora_name": "mine", "lora_path": ".."}, "lora_path"),
         ("load", {"lora_name": "a/b/c", "lora_path": ONE}, "lora_name"),
         ("load", {"lora_name": "mine", "lora_path": ONE, "load_in_place": True}, "load_in_place"),
         ("unload", {}, "lora_name"),

@@ -82,16 +82,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     Ctrl-C, 141 where nobody reads stdout any more.
     """
     open_streams()
-    words, moved = list(sys.argv[1:] if argv is None else argv), Moved()
-    if words[:1] == ["serve"]:
-        try:
-            moved = move(words[1:], flags_of(config.serve_options()))
-        except OptionError as error:
-            fail(str(error), 2)
-        words[1:] = moved.words
     try:
         with written_to_the_end():
-            _run(words, moved)
+            _run(list(sys.argv[1:] if argv is None else argv))
     except BrokenPipeError:
         sys.exit(141)
     except OSError as error:
@@ -101,8 +94,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(130)
 
 
-def _run(words: Sequence[str], moved: Moved) -> None:
+def _run(words: list[str]) -> None:
     """Runs a command. Raises OSError, and ends the process where the command fails otherwise."""
+    moved = Moved()
+    if words[:1] == ["serve"]:
+        try:
+            moved = move(words[1:], flags_of(config.serve_options()))
+        except OptionError as error:
+            fail(str(error), 2)
+        words[1:] = moved.words
     arguments = _parser().parse_args(words)
     arguments.moved = moved
     command: Command = arguments.command

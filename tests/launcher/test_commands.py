@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -314,3 +315,27 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"  loraplex {command}" in out or f"loraplex {command} " in out
     code, _, err = run(capsys, "srve")
     assert code == 2
+
+
+INTERRUPTED = """
+import signal, sys
+from loraplex.__main__ import main
+
+class Interrupts:
+    def find_spec(self, name, *rest):
+        if name == "loraplex.router.config":
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupts())
+signal.signal(signal.SIGINT, signal.{handler})
+sys.argv = ["loraplex", "--version"]
+main()
+"""
+
+
+@pytest.mark.parametrize(("handler", "code"), [("default_int_handler", 130), ("SIG_IGN", 0)])
+def test_ctrl_c_during_imports_ends_silently(handler: str, code: int) -> None:
+    """A shell has Ctrl-C ignored by what it runs in the background."""
+    command = [sys.executable, "-c", INTERRUPTED.format(handler=handler)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr, bool(done.stdout)) == (code, "", code == 0)

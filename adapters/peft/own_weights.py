@@ -314,9 +314,10 @@ def check_norms(config: PeftConfig, base: BaseSpec, findings: Findings) -> None:
 
 def check_others(config: PeftConfig, base: BaseSpec, findings: Findings) -> None:
     """Adds a finding for a module in `modules_to_save` that no adapter has whole."""
-    paths = [module.path for module in base_modules(base)]
-    for name in config.modules_to_save:
-        if not may_be_saved(name) and any(path.endswith(name) for path in paths):
+    names = [name for name in config.modules_to_save if not may_be_saved(name)]
+    paths = [module.path for module in base_modules(base)] if names else []
+    for name in names:
+        if any(path.endswith(name) for path in paths):
             findings.add("unsupported_feature", "modules_to_save", unserved_module(name))
 
 

@@ -192,10 +192,10 @@ class BaseNorm(msgspec.Struct, frozen=True):
 BEFORE, ON_SUM, BEFORE_MLP = range(3)
 
 
-def norm_place(where: int, step: int, steps: int, *, is_bias: bool = False) -> int:
-    """Numbers the weights of norms, then their biases. step: of all steps of the model, of which
-    there are `steps`."""
-    return (where + 3 * is_bias) * (steps + 1) + step
+def norm_place(where: int, step: int, steps: int) -> int:
+    """Numbers the weights of norms; behind all of them lie the biases, in the same order. step: of
+    all steps of the model, of which there are `steps`."""
+    return where * (steps + 1) + step
 
 
 def module_name(path: str) -> str:

@@ -79,8 +79,8 @@ class Sites:
         self.beside = {linear.role: self._add(-1, linear) for linear in model.beside}
         self.lm_head = self._add(-1, model.head.linear)
         self._add_beside(model, first_layer + model.num_layers)
-        biased = (norm if norm and norm.bias else None for norm in model.placed_norms)
-        self.norms = (*model.placed_norms, *biased)
+        norms = model.placed_norms
+        self.norms = (*norms, *(norm if norm and norm.bias else None for norm in norms))
         self.norm_size = model.hidden_size
         self._score = model.score
         self._places = {(site.layer, site.role): site for site in self._all}

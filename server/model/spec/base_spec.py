@@ -15,7 +15,6 @@ from loraplex.adapters.base import (
     ScoreParts,
     layer_path,
     layer_stem,
-    norm_place,
 )
 from loraplex.adapters.peft.tensor_names import is_of_images
 from loraplex.adapters.sharding import UNGROUPED
@@ -80,13 +79,13 @@ def _score_parts(model: ModelSpec) -> Iterator[ScoreParts]:
 
 def _norms(model: ModelSpec) -> tuple[BaseNorm, ...]:
     """List all norms."""
-    steps, found = len(model.steps), dict[str, BaseNorm]()
+    placed, found = model.placed_norms, dict[str, BaseNorm]()
     layers = [index for index, layer in enumerate(model.layers) for _ in layer.steps]
-    for place, norm in enumerate(model.placed_norms):
+    for place, norm in enumerate(placed):
         if norm is not None:
-            where, step = divmod(place, steps + 1)
-            path = norm.path if step == steps else layer_path(layers[step], norm.path)
-            bias = norm_place(where, step, steps, is_bias=True) if norm.bias else -1
+            step = place % (len(layers) + 1)
+            path = norm.path if step == len(layers) else layer_path(layers[step], norm.path)
+            bias = place + len(placed) if norm.bias else -1
             found[path] = BaseNorm(path, norm.size, place, bias)
     for path, norm in _named_norms(model):
         found.setdefault(path, BaseNorm(path, norm.size, -1))

@@ -345,9 +345,7 @@ class Decoder(Generic[P, L, Y]):
         if beside.positions is not None:
             hidden = hidden + beside.positions[positions]
         if beside.norm is not None:
-            of_embedding = self.ops.norm(hidden, beside.norm)
-            at = self._place(ON_SUM, self._num_steps)
-            hidden = self._with_own(of_embedding, hidden, lora, at, beside.norm)
+            hidden = self._norm(hidden, beside.norm, lora, self._place(ON_SUM, self._num_steps))
         if projection is not None and not first:
             hidden = self._beside(hidden, projection, lora, "project_in")
         of = self.spec.pictures
@@ -432,8 +430,7 @@ class Decoder(Generic[P, L, Y]):
         """A feed-forward's input: what its step reads, or the stream behind a norm of its own."""
         if norm is None:
             return normed
-        at, hidden = self._place(BEFORE_MLP, number), stream.hidden
-        return self._with_own(self.ops.norm(hidden, norm), hidden, lora, at, norm)
+        return self._norm(stream.hidden, norm, lora, self._place(BEFORE_MLP, number))
 
     def _summed(
         self,
@@ -469,11 +466,13 @@ class Decoder(Generic[P, L, Y]):
         norm = self._steps[number].pre
         if norm is None:
             return hidden
-        at = self._place(BEFORE, number)
-        return self._with_own(self.ops.norm(hidden, norm), hidden, lora, at, norm)
+        return self._norm(hidden, norm, lora, self._place(BEFORE, number))
 
     def _place(self, where: int, step: int) -> int:
         return norm_place(where, step, self._num_steps)
+
+    def _norm(self, hidden: torch.Tensor, norm: Norm, lora: L | None, place: int) -> torch.Tensor:
+        return self._with_own(self.ops.norm(hidden, norm), hidden, lora, place, norm)
 
     def _with_own(
         self, normed: torch.Tensor, hidden: torch.Tensor, lora: L | None, place: int, norm: Norm

@@ -102,14 +102,11 @@ class WorkerChannel:
         if self._outbox.unfinished_tasks or not self._writing.acquire(blocking=False):
             return False
         try:
-            frame = encode(message)
-            if len(frame) > MAX_FRAME_BYTES:
-                return False
-            whole = framed(frame)
+            whole = framed(encode(message))
             count = self._sock.send(whole, socket.MSG_DONTWAIT)
             if count < len(whole):
                 self._outbox.put_nowait(whole[count:])
-        except OSError:  # the pipe is full, or the worker is gone
+        except (FrameError, OSError):  # too large, the pipe is full, or the worker is gone
             return False
         finally:
             self._writing.release()

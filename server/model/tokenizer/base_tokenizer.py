@@ -67,10 +67,10 @@ def has_tokenizer(folder: Path) -> bool:
 
 def _tokenizer_text(folder: Path) -> str:
     """Read tokenizer.json, or make it of the older form's files; "" = there are none."""
-    if not has_tokenizer(folder):
-        return ""
     if (folder / TOKENIZER_FILE).exists():
         return read_text(folder / TOKENIZER_FILE, _MAX_TOKENIZER_BYTES)
+    if not has_tokenizer(folder):
+        return ""
     words, merges = (read_text(folder / f, _MAX_TOKENIZER_BYTES) for f in BYTE_LEVEL_FILES)
     lines = [line for line in merges.split("\n") if line and not line.startswith("#version")]
     document = {
@@ -86,8 +86,13 @@ def special_token_settings(folder: Path) -> dict[str, Any]:
     """Read `tokenizer_config.json`, over what the tokenizer's class has without it. Where it lists
     no added tokens it is of an older form, and `special_tokens_map.json` comes before it.
     """
+    return _settings(folder, _tokenizer_text(folder))
+
+
+def _settings(folder: Path, text: str) -> dict[str, Any]:
+    """As `special_token_settings`. text: tokenizer.json; "" = there is none."""
     settings = read_optional_json(folder / "tokenizer_config.json")
-    name = _rebuilt_class(folder, settings)
+    name = _rebuilt_class(folder, settings, text)
     defaults: dict[str, Any] = {} if name is None else DEFAULT_TOKENS[name]
     listed = settings.get(_EXTRA) or settings.get(_EXTRA_BEFORE)
     if "added_tokens_decoder" not in settings:
@@ -97,11 +102,10 @@ def special_token_settings(folder: Path) -> dict[str, Any]:
     return defaults | settings
 
 
-def _rebuilt_class(folder: Path, settings: Mapping[str, Any]) -> RebuiltClass | None:
+def _rebuilt_class(folder: Path, settings: Mapping[str, Any], text: str) -> RebuiltClass | None:
     """Name the class that the tokenizer is rebuilt as. None where there is no tokenizer.json, or
-    none of a BPE's with merges.
+    none of a BPE's with merges. text: tokenizer.json, or "".
     """
-    text = _tokenizer_text(folder)
     config = read_optional_json(folder / CONFIG_FILE)
     declared = settings.get("tokenizer_class") or config.get("tokenizer_class")
     name = rebuilt_class(config.get("model_type"), declared, byte_level='"ByteLevel"' in text)
@@ -113,8 +117,8 @@ def _make(folder: Path, text: str) -> tuple[Tokenizer, str]:
     back as it is where nothing changes.
     """
     read = Tokenizer.from_str(text)
-    missing = _Missing(folder, read.get_added_tokens_decoder())
-    name = _rebuilt_class(folder, missing.settings)
+    missing = _Missing(folder, text, read.get_added_tokens_decoder())
+    name = _rebuilt_class(folder, missing.settings, text)
     is_older = not (folder / TOKENIZER_FILE).exists()
     if is_older and name not in ("GPT2Tokenizer", "Qwen2Tokenizer"):
         raise CheckpointError(
@@ -134,12 +138,13 @@ def _make(folder: Path, text: str) -> tuple[Tokenizer, str]:
 
 
 class _Missing:
-    """Tokens of the files beside a folder's tokenizer.json. in_file: those that it lists, by id."""
+    """Tokens of the files beside a folder's tokenizer.json, which is `text`. in_file: those that it
+    lists, by id."""
 
-    def __init__(self, folder: Path, in_file: Mapping[int, AddedToken]) -> None:
+    def __init__(self, folder: Path, text: str, in_file: Mapping[int, AddedToken]) -> None:
         self._folder = folder
         self._in_file = in_file
-        self.settings = special_token_settings(folder)
+        self.settings = _settings(folder, text)
         try:
             self.named = special_tokens(self.settings)
         except ValueError as error:

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from loraplex.launcher.bench.load.answers import EventReader
+from loraplex.launcher.bench.load.stream_client import request_bytes
 
 
 class Refused(OSError):
@@ -108,16 +109,7 @@ async def posting(
     parts = urlsplit(url)
     assert parts.hostname is not None
     assert parts.port is not None
-    content = json.dumps(body).encode()
-    lines = {
-        "Host": parts.netloc,
-        "Content-Type": "application/json",
-        "Content-Length": str(len(content)),
-        "Connection": "close",
-        **headers,
-    }
-    head = f"POST {parts.path} HTTP/1.1\r\n" + "".join(f"{k}: {v}\r\n" for k, v in lines.items())
-    request = head.encode() + b"\r\n" + content
+    request = request_bytes(parts, json.dumps(body).encode(), headers)
     try:
         _, posted = await asyncio.get_running_loop().create_connection(
             lambda: Posted(request), parts.hostname, parts.port

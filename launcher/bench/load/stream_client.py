@@ -8,7 +8,7 @@ import ssl
 import time
 from functools import cache
 from typing import cast
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import httptools
 
@@ -101,11 +101,8 @@ def _tls() -> ssl.SSLContext:
     return trusted_context()
 
 
-async def open_stream(url: str, body: bytes, headers: dict[str, str]) -> StreamProtocol:
-    """Posts, and reads from then on; `done` ends with the answer. Raises OSError."""
-    parts = urlsplit(url)
-    assert parts.hostname is not None
-    secure = _tls() if parts.scheme == "https" else None
+def request_bytes(parts: SplitResult, body: bytes, headers: dict[str, str]) -> bytes:
+    """A POST of JSON, whole. parts: of the URL."""
     lines = {
         "Host": parts.netloc.rpartition("@")[2],
         "Content-Type": "application/json",
@@ -114,9 +111,18 @@ async def open_stream(url: str, body: bytes, headers: dict[str, str]) -> StreamP
         **headers,
     }
     head = f"POST {parts.path} HTTP/1.1\r\n" + "".join(f"{k}: {v}\r\n" for k, v in lines.items())
+    return head.encode() + b"\r\n" + body
+
+
+async def open_stream(url: str, body: bytes, headers: dict[str, str]) -> StreamProtocol:
+    """Posts, and reads from then on; `done` ends with the answer. Raises OSError."""
+    parts = urlsplit(url)
+    assert parts.hostname is not None
+    secure = _tls() if parts.scheme == "https" else None
+    request = request_bytes(parts, body, headers)
     try:
         _, protocol = await asyncio.get_running_loop().create_connection(
-            lambda: StreamProtocol(head.encode() + b"\r\n" + body),
+            lambda: StreamProtocol(request),
             parts.hostname,
             parts.port or (443 if secure else 80),
             ssl=secure,

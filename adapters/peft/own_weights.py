@@ -313,11 +313,12 @@ def check_norms(config: PeftConfig, base: BaseSpec, findings: Findings) -> None:
 
 
 def check_others(config: PeftConfig, base: BaseSpec, findings: Findings) -> None:
-    """Adds a finding for a module in `modules_to_save` that no adapter has whole."""
+    """Adds a finding for a module in `modules_to_save`, or one that holds others, that no adapter
+    has whole."""
     names = [name for name in config.modules_to_save if not may_be_saved(name)]
-    paths = [module.path for module in base_modules(base)] if names else []
+    paths = [f"{module.path}." for module in base_modules(base)] if names else []
     for name in names:
-        if any(path.endswith(name) for path in paths):
+        if any(f"{name}." in path for path in paths):
             findings.add("unsupported_feature", "modules_to_save", unserved_module(name))
 
 

@@ -201,6 +201,7 @@ def test_tensors_that_do_not_fit(
         (["post_attention_layernorm"], {}, "post_attention_layernorm is not served"),
         (["norm"], {}, "q_norm is not served"),
         (["input_layernorm", "up_proj"], {}, "'up_proj' is not served"),
+        (["input_layernorm", "self_attn"], {}, "'self_attn' is not served"),
         (["input_layernorm"], {"alora_invocation_tokens": [3]}, "not with alora"),
     ],
 )

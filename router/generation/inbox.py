@@ -31,7 +31,7 @@ class Inbox:
 
     Who falls further behind than `max_events` or `max_bytes` fails with ReaderTooSlow. A single
     event is always taken. gathers: of a reader that has use for the whole answer alone, events for
-    which it is woken; the first one and an end wake it, too.
+    which it is woken; the first one and an end wake it, too, and that share of the bytes.
     """
 
     def __init__(self, max_events: int, max_bytes: int, gathers: int = 1) -> None:
@@ -54,8 +54,7 @@ class Inbox:
             self.fail(ReaderTooSlow())
             return
         self._events.append((slot, event, at))
-        is_due = event.finish is not None or len(self._events) >= self._gathers
-        if is_due or not self._has_begun:
+        if event.finish is not None or not self._has_begun or self._is_due():
             self._has_begun = True
             self._wake()
 
@@ -87,6 +86,10 @@ class Inbox:
 
     def _is_full(self) -> bool:
         return len(self._events) >= self._max_events or self._nbytes > self._max_bytes
+
+    def _is_due(self) -> bool:
+        most = self._gathers
+        return len(self._events) >= most or self._nbytes * most > self._max_bytes
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

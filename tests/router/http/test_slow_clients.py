@@ -407,3 +407,21 @@ async def test_a_reader_of_the_whole_answer_is_woken_for_the_first_event_many_an
     inbox.fail(ReaderTooSlow())
     with pytest.raises(ReaderTooSlow):
         await reading
+
+
+async def test_large_events_of_a_whole_answer_wake_its_reader_before_they_fill_the_memory() -> None:
+    large = event(0, 20)
+    inbox = Inbox(1000, 2 * memory_of(large), gathers=4)
+    read: list[Arrival] = []
+
+    async def reader() -> None:
+        while True:
+            read.extend(await inbox.take())
+
+    reading = asyncio.create_task(reader())
+    for count in range(1, 9):
+        inbox.put(0, large, 0.0)
+        for _ in range(2):
+            await asyncio.sleep(0)
+        assert len(read) == count
+    reading.cancel()

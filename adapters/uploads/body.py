@@ -39,7 +39,7 @@ class BodyStream:
     def hurry(self, idle_s: float) -> None:
         """Waits so long for the next bytes from now on. For the event loop's thread."""
         self._idle_s = idle_s
-        if self._waits is not None:
+        if self._waits is not None and not self._waits.expired():
             self._waits.reschedule(self._loop.time() + idle_s)
 
     def _taken(self, count: int) -> bytes:

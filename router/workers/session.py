@@ -259,12 +259,12 @@ class WorkerSession:
     def listen(self, now: float, limit_s: float) -> Hearing:
         """Whether the worker was heard, and heard this router, in the last limit_s.
 
-        It is silent, too, when it says that its engine is. While bytes of it lie unread, its answer
-        may be among them: then nothing new is known.
+        It is silent, too, when it says that its engine is.
         """
         transport = self._socket.transport
         self.liveness.unsent(self._outbox_bytes + unsent_bytes(transport), now)
-        if not unread_bytes(transport) and self.liveness.judge(now, limit_s):
+        self.liveness.unread(unread_bytes(transport), now)
+        if self.liveness.judge(now, limit_s):
             self._update_ready()
             self._on_change()
         return "silent" if self._engine_silent else self.liveness.hearing

@@ -4,17 +4,20 @@ from typing import Literal
 
 # deaf: it speaks, but has not heard this router; a network may lose one direction alone.
 Hearing = Literal["good", "silent", "deaf"]
+# A connection of which something lies unread is judged after so many times the limit.
+_PATIENCE = 10
 
 
 class Liveness:
     """Judges one connection from its beginning."""
 
-    __slots__ = ("_asked_at", "_heard_at", "_unsent", "hearing")
+    __slots__ = ("_asked_at", "_behind_since", "_heard_at", "_unsent", "hearing")
 
     def __init__(self, now: float) -> None:
         self.hearing: Hearing = "good"
         self._heard_at = now
         self._asked_at: float | None = None
+        self._behind_since: float | None = None
         self._unsent = 0
 
     def heard(self, now: float) -> None:
@@ -35,6 +38,13 @@ class Liveness:
             self._asked_at = now
         self._unsent = nbytes
 
+    def unread(self, nbytes: int, now: float) -> None:
+        """Notes how much has come that this process has not read. The answer may be among it."""
+        if not nbytes:
+            self._behind_since = None
+        elif self._behind_since is None:
+            self._behind_since = now
+
     def excuse(self, now: float) -> None:
         """Forgives silence until now, as this process did not listen."""
         self._heard_at = now
@@ -42,7 +52,12 @@ class Liveness:
             self._asked_at = now
 
     def judge(self, now: float, limit_s: float) -> bool:
-        """Sets `hearing`, and says whether it is another than before."""
+        """Sets `hearing`, and says whether it is another than before. While something lies unread,
+        nothing new is known: `hearing` stays, but not for ever.
+        """
+        since = self._behind_since
+        if since is not None and now - since <= _PATIENCE * limit_s:
+            return False
         before = self.hearing
         if now - self._heard_at > limit_s:
             self.hearing = "silent"

@@ -53,3 +53,19 @@ def test_a_question_behind_a_large_frame_counts_once_it_is_sent() -> None:
         liveness.unsent(left, now)
         liveness.judge(now, LIMIT_S)
     assert liveness.hearing == "deaf"
+
+
+def test_who_has_not_read_all_judges_late_but_judges() -> None:
+    liveness = Liveness(0.0)
+    liveness.asked(0.0)
+    for now in range(2, 13):
+        liveness.heard(now)
+        liveness.unread(100, now)
+        assert not liveness.judge(now, LIMIT_S), now
+    liveness.heard(12.5)
+    liveness.unread(100, 12.5)
+    assert liveness.judge(12.5, LIMIT_S)
+    assert liveness.hearing == "deaf"
+    liveness.answered()
+    liveness.unread(0, 13.0)
+    assert liveness.judge(13.0, LIMIT_S), "it is good again"

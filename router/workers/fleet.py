@@ -234,9 +234,9 @@ class Fleet:
 
     def _home(self, origin: Origin, asked: Collection[WorkerSession]) -> WorkerSession | None:
         """The worker that should load an adapter, of those that were not asked yet."""
-        sessions = {id(each.view): each for each in self.sessions if each not in asked}
-        home = self._placement.home(home_key(origin), [each.view for each in sessions.values()])
-        return None if home is None else sessions[id(home)]
+        sessions = [session for session in self.sessions if session not in asked]
+        home = self._placement.home(home_key(origin), [session.view for session in sessions])
+        return next((session for session in sessions if session.view is home), None)
 
     def may_get(self, digest: str, error: AdapterError, avoid: Collection[str]) -> bool:
         """Whether some worker but these may have an adapter that one could not get."""

@@ -80,11 +80,11 @@ class UploadReceiver:
         if open_now >= MAX_AT_ONCE or self._open[name.tenant] >= MAX_OF_TENANT:
             raise RequestError("overloaded", f"{open_now} uploads are under way already")
         self._open[name.tenant] += 1
-        body = BodyStream(receive, self._idle_s)
+        body, key = BodyStream(receive, self._idle_s), head.key(name)
         loop = asyncio.get_running_loop()
         try:
-            async with self._in_place_of_earlier(head.key(name), body):
-                take = partial(self._take, body, head, name, self._kept())
+            async with self._in_place_of_earlier(key, body):
+                take = partial(self._take, body, head, key, self._kept())
                 return await loop.run_in_executor(self._threads, take)
         except BodyBroken as error:
             if error.why == "gone":
@@ -126,10 +126,9 @@ class UploadReceiver:
             self._shelf.sync(digest)
 
     def _take(
-        self, body: BodyStream, head: UploadHead, name: OwnedName, kept: Collection[str]
+        self, body: BodyStream, head: UploadHead, key: str | None, kept: Collection[str]
     ) -> str:
         with disk_errors(self._shelf.root):
-            key = head.key(name)
             if head.part is None or key is None:
                 return self._unpack(body, head, kept)
             self._shelf.staging_root.mkdir(parents=True, exist_ok=True)

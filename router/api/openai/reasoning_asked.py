@@ -78,9 +78,9 @@ def reasoning_asked(fields: AsksForReasoning) -> ReasoningWish:
         thinking=None if thinking is None else thinking.switch,
         **{"reasoning.enabled": reasoning.enabled},
     )
-    effort = fields.reasoning_effort or reasoning.effort
-    is_one = reasoning.effort in (None, effort)
-    require(is_one, "contradicts `reasoning_effort`", "reasoning.effort")
+    effort: ReasoningEffort | None = _agreed(
+        reasoning_effort=fields.reasoning_effort, **{"reasoning.effort": reasoning.effort}
+    )
     if thinks is not None and effort is not None:
         param = "reasoning_effort" if fields.reasoning_effort else "reasoning.effort"
         require((effort != "none") is thinks, "contradicts a field that switches reasoning", param)

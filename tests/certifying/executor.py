@@ -102,7 +102,7 @@ class FakeRow:
             images[-1].append(mark + self.tag(group))
 
     def take(self, marks: list[Mark]) -> None:
-        """These are the marks of the tokens that lie in reused pages."""
+        """Begin with tokens that lie in reused pages. marks: after each of them."""
         self.marks = []
         for images in self.images:
             images.clear()

@@ -54,7 +54,7 @@ def _copied(x: torch.Tensor | RoundedRows, form: RowForm) -> RoundedRows:
 
 
 def _taken(x: torch.Tensor, form: RowForm, found: RoundedRows) -> torch.Tensor:
-    """What the numbers stand for, each of which must be x's own, or that of a border near x.
+    """Return the values of the numbers, each of which must be x's own, or that of a border near x.
 
     x: `[rows, in_features]`. found: these rows in any order, and padding.
     """

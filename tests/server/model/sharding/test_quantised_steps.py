@@ -27,8 +27,8 @@ ADAPTERS = ("rank3_rslora", "rank64_everything")
 
 @pytest.mark.parametrize(("form", "shards"), ROWS)
 def test_the_same_as_one_process(form: str, shards: int, tmp_path: Path) -> None:
-    """Of inputs as they are: each process rounds its part of `o_proj`'s and `down_proj`'s inputs
-    by itself."""
+    """Inputs stay as they are, since each process would round its part of `o_proj`'s and
+    `down_proj`'s inputs by itself."""
     model = make_model("llama3")
     folder = save_quantised(model, tmp_path / "base", FORMATS[form])
     oracle = with_zoo(model)

@@ -104,16 +104,16 @@ class UploadReceiver:
         if key is None:
             yield
             return
-        earlier, over = self._parts.get(key), asyncio.Event()
-        self._parts[key] = body, over
+        earlier, mine = self._parts.get(key), (body, asyncio.Event())
+        self._parts[key] = mine
         try:
             if earlier is not None:
                 earlier[0].hurry(_HURRY_S)
                 await earlier[1].wait()
             yield
         finally:
-            over.set()
-            if self._parts[key][1] is over:
+            mine[1].set()
+            if self._parts.get(key) is mine:
                 del self._parts[key]
 
     async def settle(self, digest: str) -> None:

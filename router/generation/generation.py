@@ -278,10 +278,18 @@ class Generation:
         if self._timer is not None:
             self._timer.cancel()
         if self._live:
+            self._count_unread()
             self._observer.stopped(by_failure=self._context.inbox.failed)
         for choice in self._choices:
             choice.stop()
         self._on_close()
+
+    def _count_unread(self) -> None:
+        """Counts tokens that came, and for which the reader was not woken before it left."""
+        for slot, event, at in self._context.inbox.rest():
+            choice = self._choices[slot % len(self._choices)]
+            if event.token_ids and choice.stream.finish is None:
+                choice.observer.token(event, at)
 
     def _advance(self, choice: _Choice, event: TokenEvent, at: float, parts: list[Part]) -> None:
         stream = choice.stream

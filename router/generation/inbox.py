@@ -75,6 +75,10 @@ class Inbox:
                 raise self._failure
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
+        return self.rest()
+
+    def rest(self) -> list[Arrival]:
+        """Takes all events that are there, if any."""
         events = list(self._events)
         self._events.clear()
         self._nbytes = 0

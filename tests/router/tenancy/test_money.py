@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from loraplex.server.protocol import DeviceCost
+from loraplex.router.generation.inbox import Inbox
+from loraplex.server.protocol import DeviceCost, ErrorCode, GenerateRequest, TokenEvent
 from tests.router.fake_worker import BASE_NAME, FakeWorker, running_worker
 from tests.router.http.test_disconnects import Gate, ask, leave
 from tests.router.serving import Running, events_of, poll, running_router
@@ -73,6 +74,44 @@ async def test_who_leaves_pays_too(priced: tuple[Running, FakeWorker]) -> None:
     assert (row["requests"], row["unfinished"]) == (1, 1)
     counted = await router.metric("loraplex_adapter_cost_total")
     assert counted == pytest.approx(row["cost"])
+    gate.opened.set()
+
+
+async def test_who_leaves_a_whole_answer_pays_for_all_tokens_that_came(
+    priced: tuple[Running, FakeWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router, worker = priced
+    came: list[TokenEvent] = []
+    put = Inbox.put
+
+    def noted(inbox: Inbox, slot: int, event: TokenEvent, at: float) -> None:
+        came.append(event)
+        put(inbox, slot, event, at)
+
+    monkeypatch.setattr(Inbox, "put", noted)
+    gate = Gate(worker, 5)
+    held = worker.before_token
+
+    async def first_is_read() -> bool:
+        return await router.metric("loraplex_generated_tokens_total") == 1
+
+    async def before_token(
+        worker: FakeWorker, request: GenerateRequest, index: int
+    ) -> ErrorCode | None:
+        if index == 1:
+            await poll(first_is_read)
+        return await held(worker, request, index)
+
+    worker.before_token = before_token
+    asking = ask(router, stream=False)
+
+    async def have_come() -> bool:
+        return len(came) == 5
+
+    await poll(have_come)
+    await leave(asking)
+    await router.until_idle()
+    assert (await usage(router))["completion_tokens"] == 5
     gate.opened.set()
 
 

@@ -56,7 +56,7 @@ class Round:
     tokens: int
     clients: int
     workers: int = 2
-    calm_s: float = 1.0
+    calm_s: float = 2.0
 
 
 @dataclass

@@ -99,9 +99,11 @@ class WorkerChannel:
 
     def _write_now(self, message: FromEngine) -> bool:
         """Write a message if nothing waits before it, without a wait. False: it is to be queued."""
-        if self._outbox.unfinished_tasks or not self._writing.acquire(blocking=False):
+        if not self._writing.acquire(blocking=False):
             return False
         try:
+            if self._outbox.unfinished_tasks:
+                return False
             whole = framed(encode(message))
             count = self._sock.send(whole, socket.MSG_DONTWAIT)
             if count < len(whole):
@@ -146,7 +148,7 @@ class WorkerChannel:
                 try:
                     message = self._outbox.get(timeout=ALIVE_INTERVAL_S)
                 except queue.Empty:
-                    self._write_all(Alive())
+                    self._write_now(Alive())  # not within a frame whose rest waits
                     continue
                 if message is None:
                     return

@@ -1,7 +1,9 @@
 """Framing and the channel: bounds, closed peers, a worker that stops reading."""
 
+import queue
 import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -102,6 +104,36 @@ def test_what_the_pipe_takes_in_parts_arrives_whole_and_in_order() -> None:
                 received.append(message)
     assert received == [NeedSlab(text) for text in texts]
     assert ended.wait(TIMEOUT_S)
+
+
+def test_a_sign_of_life_never_lies_within_a_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer's wait may end just when the loop leaves the rest of a frame to the writer."""
+
+    class Late(queue.Queue[object]):
+        came, is_over = threading.Event(), False
+
+        def put(self, item: object, block: bool = True, timeout: float | None = None) -> None:
+            super().put(item, block, timeout)
+            self.came.set()
+
+        def get(self, block: bool = True, timeout: float | None = None) -> object:
+            if not self.is_over:
+                assert self.came.wait(TIMEOUT_S)
+                self.is_over = True
+                raise queue.Empty
+            return super().get(block, timeout)
+
+    late = SimpleNamespace(Queue=Late, Empty=queue.Empty, Full=queue.Full)
+    monkeypatch.setattr(channel_module, "queue", late)
+    ours, theirs = socket.socketpair()
+    channel = WorkerChannel(theirs)
+    message = NeedSlab("x" * 1_000_000)
+    with ours:
+        channel.send(message)
+        frame = receive_frame(ours)
+        assert frame is not None
+        assert decode_from_engine(frame) == message
+        channel.close(flush_s=TIMEOUT_S)
 
 
 def test_a_worker_that_stops_reading_bounds_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What a peer has not taken is counted, wherever it lies; and what this process has not."""
+"""Bytes that a peer has not taken are counted, and those that this process has not read."""
 
 import asyncio
 import socket

@@ -30,7 +30,11 @@ from loraplex.server.model.tokenizer.base_templates import (
     template_tokens,
     usable_templates,
 )
-from loraplex.server.model.tokenizer.base_tokenizer import has_tokenizer, read_tokenizer
+from loraplex.server.model.tokenizer.base_tokenizer import (
+    has_tokenizer,
+    read_tokenizer,
+    special_token_settings,
+)
 
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
@@ -62,7 +66,7 @@ def read_base_spec(folder: Path, names: tuple[str, ...]) -> BaseSpec:
     if not has_tokenizer(folder):
         return base_spec(model, digest, names, digests, None, model.eos_token_ids)
     tokenizer, _ = read_tokenizer(folder)
-    special = template_tokens(folder)
+    special = template_tokens(special_token_settings(folder))
     templates = usable_templates(chat_templates(folder), special)
     ends = end_token_ids(model, tokenizer, special, templates.values())
     return base_spec(model, digest, names, digests, tokenizer.get_vocab(), ends)

@@ -55,7 +55,8 @@ def model_card(
     """
     config, (tokenizer, tokenizer_json) = read_config(folder), read_tokenizer(folder)
     advice = _advice(folder, config)
-    templates, special_tokens = chat_templates(folder), template_tokens(folder)
+    settings = special_token_settings(folder)
+    templates, special_tokens = chat_templates(folder), template_tokens(settings)
     usable = usable_templates(templates, special_tokens)
     context = min(max_context or config.max_context, config.max_context)
     sentence = _sentence_files(folder)
@@ -89,7 +90,7 @@ def model_card(
         pairs=pair_form(config, names, sentence, wishes.pairs, tokenizer.token_to_id),
         vision=None if isinstance(vision, str) else vision,
         blind=vision if isinstance(vision, str) else "",
-        split_special_tokens=special_token_settings(folder).get("split_special_tokens") is True,
+        split_special_tokens=settings.get("split_special_tokens") is True,
     )
 
 

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from loraplex.adapters.chat.conversation import (
     DEFAULT_TEMPLATE,
@@ -14,7 +15,6 @@ from loraplex.adapters.chat.conversation import (
 from loraplex.adapters.chat.template import ChatTemplate
 from loraplex.adapters.peft.tokenizer_files import special_tokens
 from loraplex.server.model.checkpoint.checkpoint import read_optional_json, read_text
-from loraplex.server.model.tokenizer.base_tokenizer import special_token_settings
 
 _MAX_TEMPLATE_BYTES = 1 << 20
 
@@ -34,9 +34,9 @@ def chat_templates(folder: Path) -> dict[str, str]:
     return found
 
 
-def template_tokens(folder: Path) -> dict[str, str]:
-    """Special tokens by the names that a template may use."""
-    tokens = special_tokens(special_token_settings(folder))
+def template_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens by the names that a template may use. settings: `special_token_settings`."""
+    tokens = special_tokens(settings)
     return {name: text for name, text in tokens.items() if text is not None}
 
 

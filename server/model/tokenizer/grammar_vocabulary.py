@@ -6,7 +6,7 @@ from pathlib import Path
 from loraplex.adapters.grammar.vocabulary import Vocabulary, VocabularyError, make_vocabulary
 from loraplex.server.model.checkpoint.checkpoint import CheckpointError
 from loraplex.server.model.tokenizer.base_templates import template_tokens
-from loraplex.server.model.tokenizer.base_tokenizer import read_tokenizer
+from loraplex.server.model.tokenizer.base_tokenizer import read_tokenizer, special_token_settings
 
 
 def read_vocabulary(folder: Path, vocab_size: int, eos: Collection[int]) -> Vocabulary:
@@ -15,7 +15,8 @@ def read_vocabulary(folder: Path, vocab_size: int, eos: Collection[int]) -> Voca
     """
     try:
         tokenizer, text = read_tokenizer(folder)
-        named = tokenizer.token_to_id(template_tokens(folder).get("eos_token", ""))
+        special = template_tokens(special_token_settings(folder))
+        named = tokenizer.token_to_id(special.get("eos_token", ""))
     except CheckpointError as error:
         raise VocabularyError(str(error)) from None
     ends = [*eos] or ([] if named is None else [named])

@@ -1,5 +1,6 @@
 """The scheduler under a certifying executor and a made-up worker, advanced by hand."""
 
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -202,6 +203,8 @@ class Harness:
         if count:
             ticket = self.executor.encode(count)
             pictures.launched(count, is_last=ticket.is_last)
+            while not ticket.ready():
+                time.sleep(0)
             self.scheduler.encoded(ticket.seconds())
         self.exchange()
         return True

@@ -139,11 +139,22 @@ class ChatTemplate:
         """The text, up to where the answer begins."""
         ready = shaped(messages, self.form)
         if not options.continue_final_message:
-            return self._write(ready, options)
+            return self._write_tools(ready, options)
         if options.add_generation_prompt:
             raise _not_continued("`add_generation_prompt` must be false")
         final = _open_end(ready)
-        return _cut_at_end(self._write(ready, options), final)
+        return _cut_at_end(self._write_tools(ready, options), final)
+
+    def _write_tools(self, messages: list[Message], options: TemplateOptions) -> str:
+        """Writes the text with tools as they came. Where the template needs what a tool leaves
+        out, an empty one stands there."""
+        try:
+            return self._write(messages, options)
+        except TemplateFault:
+            tools = [_filled(tool) for tool in options.tools or ()]
+            if tools == (options.tools or []):
+                raise
+            return self._write(messages, msgspec.structs.replace(options, tools=tools))
 
     @cached_property
     def _reads_system(self) -> bool:
@@ -189,6 +200,14 @@ class ChatTemplate:
             return _well_formed("".join(pieces))
         except _FAULTS as fault:
             raise TemplateFault(f"the chat template failed: {_reason(fault)}") from None
+
+
+def _filled(tool: dict[str, Any]) -> dict[str, Any]:
+    """Adds an empty description, and the schema of no parameters, to a tool that has none."""
+    function = tool["function"]
+    text = function.get("description") or ""
+    schema = function.get("parameters") or {"type": "object", "properties": {}}
+    return {**tool, "function": {**function, "description": text, "parameters": schema}}
 
 
 def _open_end(messages: list[Message]) -> str:

@@ -22,6 +22,7 @@ from loraplex.router.api.request.chat_messages import PIXELS, TILES
 from loraplex.router.api.request.fields import BOUNDS
 from loraplex.router.api.request.formatter import ApiLimits
 from loraplex.router.api.request.known_elsewhere import ELSEWHERE, Body, Elsewhere, aliases_of
+from loraplex.router.api.request.tool_fields import OfferedTool
 from loraplex.router.api.responses.request import UNSTORED, ResponsesBody
 from loraplex.router.api.sglang.lmdeploy import SHAPES as SHAPES_OF_LMDEPLOY
 from loraplex.router.api.vectors.classify import ClassifyBody
@@ -105,7 +106,7 @@ def openapi_document(
     version: str, access: Access = _KEYED, limits: ApiLimits = _USUAL
 ) -> dict[str, Any]:
     """The whole document, ready for JSON."""
-    types = [*_ERRORS.values()]
+    types = [OfferedTool, *_ERRORS.values()]
     for operation in OPERATIONS:
         types += [*operation.requests, *operation.answers, *operation.events]
     found = msgspec.json.schema_components(types, ref_template=_REF)

@@ -39,7 +39,7 @@ from loraplex.router.api.request.chat_messages import Message, check_pixels, to_
 from loraplex.router.api.request.fields import BOUNDS, NonNegative, Positive, ThinkingTokens
 from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
 from loraplex.router.api.request.known_elsewhere import Elsewhere, without_refused
-from loraplex.router.api.request.tool_fields import OfferedTools, ToolChoice, for_template, tools_of
+from loraplex.router.api.request.tool_fields import OfferedTools, ToolChoice, tools_of
 from loraplex.router.api.wire import encode, finite, sse
 from loraplex.router.call import (
     AnswerHead,
@@ -532,7 +532,7 @@ def _template_options(
         add_generation_prompt=not continues if begins is None else begins,
         continue_final_message=continues,
         documents=request.documents,
-        tools=None if tools is None else for_template(tools),
+        tools=None if tools is None else request.tools,
         in_loop=bool(request.tools),
         effort=reasoning.effort,
         thinks=reasoning.thinks,

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 from msgspec import Meta
 
-from loraplex.router.api.request.body import require
+from loraplex.router.api.request.body import require, typed
 from loraplex.router.api.request.known_elsewhere import unsupported
 from loraplex.router.tools.tools import Tool, ToolMode, Tools
 
@@ -58,10 +58,19 @@ class AllowedChoice(msgspec.Struct, frozen=True, tag_field="type", tag="allowed_
     allowed_tools: AllowedTools
 
 
-OfferedTools = Annotated[list[OfferedTool], Meta(max_length=MAX_TOOLS)]
+# As they came, since templates read them so; each is an `OfferedTool`.
+_Offered = Meta(extra_json_schema={"$ref": "#/components/schemas/OfferedTool"})
+OfferedTools = Annotated[
+    list[Annotated[dict[str, Any], _Offered]],
+    Meta(max_length=MAX_TOOLS),
+]
 # A text that is no mode is the name of a function, as TGI has it.
 ToolChoice = str | FunctionChoice | AllowedChoice
 _MODES: dict[str, ToolMode] = {mode: mode for mode in get_args(ToolMode)}
+
+
+class _ToolsOfBody(msgspec.Struct, frozen=True):
+    tools: list[OfferedTool]
 
 
 class Chosen(msgspec.Struct, frozen=True):
@@ -74,13 +83,14 @@ class Chosen(msgspec.Struct, frozen=True):
 
 
 def tools_of(
-    offered: list[OfferedTool] | None, choice: ToolChoice | None, parallel: bool | None
+    offered: list[dict[str, Any]] | None, choice: ToolChoice | None, parallel: bool | None
 ) -> Tools | None:
     """Finds the tools that the model may call; None = none, so that its prompt has none either.
 
     Raises RequestError.
     """
-    tools = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(offered or ()))
+    read = typed({"tools": offered or []}, _ToolsOfBody).tools
+    tools = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(read))
     return offered_tools(tools, _chosen(choice), parallel, "function.name")
 
 
@@ -113,8 +123,8 @@ def offered_tools(
 
 
 def for_template(tools: Tools) -> list[dict[str, Any]]:
-    """Describes tools as chat templates read them: what a caller leaves out of a description is
-    left out, as in transformers.
+    """Describes tools of other APIs than the chat as templates read them. What a caller leaves out
+    of a description is left out.
     """
     return [
         {

@@ -126,7 +126,7 @@ def test_the_text_is_documented() -> None:
     page = (Path(__file__).parents[3] / "docs/reference/tools.md").read_text()
     documented = page.partition("````text\n")[2].partition("\n````")[0]
     place = {"type": "object", "properties": {"place": {"type": "string"}}}
-    tool = {"name": "weather", "description": "", "parameters": place}
+    tool = {"name": "weather", "description": "of a place", "parameters": place}
     options = TemplateOptions(tools=[{"type": "function", "function": tool}])
     text = ChatTemplate(TURNS, {}).render([ASKED], options)
     assert text == f"<system>{documented}<user>Rain?"

@@ -3,6 +3,7 @@
 from typing import Any, cast
 
 import pytest
+from jinja2 import UndefinedError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from loraplex.adapters.chat import template as template_module
@@ -44,6 +45,35 @@ def test_renders_as_transformers_does(source: str) -> None:
         **cast(dict[str, Any], TOKENS),
     )
     assert ChatTemplate(source, TOKENS).render(MESSAGES) == rendered[0][0]
+
+
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "now", "strict": True, "x": None}, "y": 1e22},
+    {"function": {"parameters": {"b": 1, "a": 2}, "name": "a"}, "type": "function"},
+]
+TOOL_READERS = {
+    "whole": "{{ tools }}{% for t in tools %}{{ t.function | tojson(indent=4) }}{% endfor %}",
+    "items": "{% for t in tools %}{% for k, v in t.function.items() %}{{ k }}={{ v | tojson }}"
+    "{% endfor %}{% endfor %}",
+    "left out": "{% for t in tools %}{{ t.function.description + t.function.parameters | string }}"
+    "{% endfor %}",
+}
+
+
+def of_transformers(source: str, tools: Any) -> Any:
+    return render_jinja_template([cast(Any, MESSAGES)], tools, chat_template=source)[0][0]
+
+
+@pytest.mark.parametrize("name", TOOL_READERS)
+def test_tools_are_written_as_transformers_does(name: str) -> None:
+    source, tools = TOOL_READERS[name], TOOLS
+    if name == "left out":  # Jinja fails; OpenAI says what is meant
+        with pytest.raises(UndefinedError):
+            of_transformers(source, TOOLS)
+        none = {"description": "", "parameters": {"type": "object", "properties": {}}}
+        tools = [{"function": none | tool["function"] | {"description": ""}} for tool in TOOLS]
+    written = ChatTemplate(source, TOKENS).render(MESSAGES, TemplateOptions(tools=TOOLS))
+    assert written == of_transformers(source, tools)
 
 
 VARIABLES = (

@@ -1,5 +1,6 @@
 """Tools in a chat's body, by table."""
 
+import json
 from typing import Any
 
 import pytest
@@ -47,17 +48,15 @@ def test_what_may_be_called(fields: dict[str, Any], tools: Tools | None) -> None
     assert (call.template.tools is None) == (tools is None)
 
 
-def test_templates_get_tools_in_full() -> None:
-    assert call_of(CHAT, tools=[WEATHER, NOW]).template.tools == [
-        WEATHER,
-        {
-            "type": "function",
-            "function": {
-                "name": "now",
-                "parameters": {"type": "object", "properties": {}},
-            },
-        },
-    ]
+def test_templates_get_tools_as_they_came() -> None:
+    further = {
+        "x-of-mine": {"a": [1, None]},
+        "function": {"strict": False, "parameters": {}, "returns": {}, "name": "then"},
+        "type": "function",
+    }
+    null = {"type": "function", "function": {"name": "n", "description": None, "parameters": None}}
+    offered = [WEATHER, NOW, further, null]
+    assert json.dumps(call_of(CHAT, tools=offered).template.tools) == json.dumps(offered)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +80,8 @@ def test_templates_get_tools_in_full() -> None:
         ({"tools": [], "tool_choice": named("now")}, "tool_choice"),
         ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0]"),
         ({"tools": [{"type": "function"}]}, "tools[0]"),
+        ({"tools": [NOW, "now"]}, "tools[1]"),
+        ({"tools": [{"type": "function", "function": {"name": 1}}]}, "tools[0].function.name"),
         ({"tools": [named("a b")]}, "tools[0].function.name"),
         ({"tools": [named("n" * 129)]}, "tools[0].function.name"),
         ({"tools": [named(f"n{i}") for i in range(513)]}, "tools"),

@@ -228,9 +228,7 @@ def leaves_of(nbytes: int, tensors: Iterable[tuple[TensorInfo, Kind]]) -> tuple[
 
 
 def _cut(tensor: TensorInfo, start: int) -> tuple[int, int]:
-    """The part of a tensor in the leaf from `start` on, by the file's bytes: cut between words of
-    the tensor.
-    """
+    """The part of a tensor in the leaf from `start` on, in the file's bytes, cut at words."""
 
     def at(position: int) -> int:
         within = max(0, position - tensor.start)

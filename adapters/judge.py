@@ -202,9 +202,7 @@ def rejudge(folder: Path, base: BaseSpec, limits: AdapterLimits) -> LoraTensors:
 def seal_stored(
     weights: Weights, adapter: LoraTensors, manifest: AdapterManifest, run: Run = map
 ) -> Seal | None:
-    """The seal of weights that were judged before. None: they do not have the digest any more that
-    they are known by.
-    """
+    """The seal of weights that were judged before; None: their digest is another now."""
     identity = weights.identity()
     in_order = sorted(adapter.tensors, key=lambda tensor: tensor.start)
     if any(tensor.end > weights.nbytes for tensor in in_order[-1:]):

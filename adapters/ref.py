@@ -169,9 +169,7 @@ def is_bucket(text: str) -> bool:
 
 
 def is_pinned(ref: AdapterRef) -> bool:
-    """Whether the reference names one content for ever: a commit, an upload, or a folder's
-    fingerprint.
-    """
+    """Whether it names one content for ever: a commit, an upload, or a folder's fingerprint."""
     if ref.source == "upload":
         return True
     if ref.revision is None:

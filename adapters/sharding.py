@@ -91,9 +91,7 @@ UNGROUPED = Groups()
 
 
 def pieces(spans: Sequence[Span], shard: Shard, groups: Groups = UNGROUPED) -> tuple[Piece, ...]:
-    """Finds a shard's pieces of each span. The shard has its spans one after the other; groups:
-    how the file has them.
-    """
+    """A shard's pieces of each span, one after the other. groups: as the file has them."""
     found, target = [], 0
     widths = [span.features // groups.count for span in spans]
     order = groups.order or tuple(range(len(spans)))

@@ -122,9 +122,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_options(parser: argparse.ArgumentParser, options: Iterable[Option]) -> None:
-    """Adds one flag per option; values are kept as text until
-    `loraplex.launcher.config.resolve`.
-    """
+    """Adds one flag per option; values stay text until `config.resolve`."""
     groups = {title: parser.add_argument_group(title) for title in (*GROUPS, REST)}
     for option in options:
         title = next((t for t, fields in GROUPS.items() if option.field in fields), REST)

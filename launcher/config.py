@@ -90,9 +90,7 @@ def info_options() -> tuple[Option, ...]:
 
 
 def check_router(config: RouterConfig) -> None:
-    """Checks a router's options before it starts. Raises OptionError for what would keep a router
-    from starting.
-    """
+    """Checks a router's options. Raises OptionError for what would keep it from starting."""
     from loraplex.router.start_check import check_options  # `--help` is quick
 
     try:
@@ -217,9 +215,7 @@ def keys_file_of(keys: Iterable[str]) -> Path:
 
 
 def read_secret(named: str, source: str) -> str:
-    """Reads a secret from a file of one line. source: the flag or variable that names it. Raises
-    OptionError.
-    """
+    """Reads a secret from a file. source: the flag or variable. Raises OptionError."""
     path = path_of(named, source)
     try:
         with path.open("rb") as file:
@@ -234,9 +230,7 @@ def read_secret(named: str, source: str) -> str:
 
 
 def _one_line(secret: str, source: str) -> str:
-    """Checks that a secret is one short line, and returns it. Raises OptionError, without the
-    secret.
-    """
+    """Checks and returns a secret of one line. Raises OptionError, without the secret."""
     if len(secret.encode("utf-8", "surrogateescape")) > _MAX_SECRET_BYTES:
         raise OptionError(f"{source} holds more than {_MAX_SECRET_BYTES} bytes")
     if not secret.isprintable():

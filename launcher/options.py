@@ -225,9 +225,7 @@ def _parse_one(option: Option, text: str, source: str) -> Value:
 
 
 def path_of(text: str, source: str) -> Path:
-    """The path that an option names, with `~` expanded. Raises OptionError for a home that nobody
-    has.
-    """
+    """The path, with `~` expanded. Raises OptionError for a home that nobody has."""
     try:
         return Path(text).expanduser()
     except RuntimeError:
@@ -289,8 +287,7 @@ def _shown(text: str) -> str:
 
 
 def build(config: type[Any], values: Mapping[str, Values], within: str = "") -> Any:
-    """An instance of a config dataclass from those of `values` that it has. within: as of
-    `options_of`."""
+    """A config dataclass from those of `values` that it has. within: as of `options_of`."""
     hints: dict[str, type] = typing.get_type_hints(config)
     own: dict[str, Any] = {}
     for field in dataclasses.fields(config):

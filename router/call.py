@@ -178,9 +178,7 @@ class RequestError(Exception):
         self.details = details
 
     def spelled(self, names: Mapping[str, str]) -> "RequestError":
-        """The same error, where the field, or what it is a part of, has another name on
-        the route.
-        """
+        """The same error, where the route has another name for the field, or for what holds it."""
         param = self.param or ""
         for name, own in names.items():
             if f"{param}.".startswith(f"{name}."):

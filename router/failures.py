@@ -73,9 +73,7 @@ def is_excused(error: Exception) -> bool:
 
 @contextmanager
 def as_request_errors(api: Api) -> Iterator[None]:
-    """Turns failures of the queue, of workers and of adapters into errors of a request. Raises
-    RequestError.
-    """
+    """Turns failures of the queue, workers and adapters into RequestError, and raises that."""
     try:
         yield
     except FAILURES as error:

@@ -77,9 +77,7 @@ class Service:
     uploads: UploadReceiver
 
     def why_not_ready(self) -> str | None:
-        """The reason why requests are not answered yet; None = they are. An adapter that failed
-        holds nobody up.
-        """
+        """Why requests are not answered yet; None = they are. A failed adapter holds up nobody."""
         if self.dispatcher.draining:
             return "the router is being stopped"
         if not self.bases.ready:
@@ -125,9 +123,7 @@ class Service:
             await self.admin.close()
 
     async def _registered_adapters(self) -> None:
-        """Waits until names that others registered are known, if Redis soon answers: nobody may ask
-        before.
-        """
+        """Waits until others' names are known, if Redis soon answers: nobody may ask before."""
         aliases = self.catalog.rules.aliases
         for _ in range(_START_POLLS):
             with contextlib.suppress(StoreDown):

@@ -10,9 +10,7 @@ _Result = TypeVar("_Result")
 
 
 class SharedTasks(Generic[_Key, _Result]):
-    """One task for each key: who comes meanwhile shares its result or failure. It goes on when they
-    leave.
-    """
+    """One task for each key: who comes meanwhile shares its end. It outlives those who leave."""
 
     def __init__(self) -> None:
         self._tasks: dict[_Key, asyncio.Task[_Result]] = {}
@@ -24,9 +22,7 @@ class SharedTasks(Generic[_Key, _Result]):
         return key in self._tasks
 
     async def run(self, key: _Key, work: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:
-        """Waits for a key's task, which begins with `work` where there is none. Raises what that
-        raises.
-        """
+        """Waits for a key's task, which begins with `work` if there is none. Raises as that."""
         task = self._tasks.get(key)
         if task is None:
             task = self._tasks[key] = asyncio.create_task(work())

@@ -179,9 +179,7 @@ class Hints(msgspec.Struct, frozen=True):
 
 
 def read_hints(options: TemplateOptions, read: Collection[str]) -> Hints:
-    """Turns a caller's hints into variables of a template. read: names that the template reads.
-    Raises TemplateFault.
-    """
+    """A caller's hints as a template's variables. read: its names. Raises TemplateFault."""
     said = _hints(options)
     for field, given in said.items():
         for name, value in given.items():
@@ -265,9 +263,7 @@ def _call(call: Mapping[str, Any], form: MessageForm) -> dict[str, Any]:
 
 
 def _as_object(arguments: str | dict[str, Any]) -> str | dict[str, Any]:
-    """Reads a call's arguments as an object. Text that spells no object stays text; none at all is
-    an empty object.
-    """
+    """A call's arguments as an object; text that spells none stays. No text: an empty one."""
     if not isinstance(arguments, str):
         return arguments
     if not arguments.strip():

@@ -15,9 +15,7 @@ class AwaitedTurns:
         self._turns: Turns[asyncio.Future[None]] = Turns(rooms)
 
     async def enter(self, kind: str, size: int, tenant: str, is_batch: bool) -> AwaitedTurn:
-        """Returns when a piece of work may begin; `leave` of the result ends its turn. Raises
-        LineFull.
-        """
+        """Returns when work may begin; `leave` of the result ends its turn. Raises LineFull."""
         has_begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         turn = WorkTurn(kind, tenant, is_batch, size, has_begun)
         self._turns.join(turn)

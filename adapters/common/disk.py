@@ -42,9 +42,7 @@ def disk_errors(store: Path) -> Iterator[None]:
 
 
 def tell_of_disk(store: Path, what: object, kind: object) -> None:
-    """Logs a fault of the disk. Every request may meet the same fault: each kind is logged again
-    only after a while.
-    """
+    """Logs a fault of the disk: each kind once in a while, as every request may meet it."""
     fault, now = (store, kind), time.monotonic()
     if now - _logged_at.get(fault, -math.inf) >= _LOGGED_AGAIN_S:
         _logged_at[fault] = now
@@ -199,9 +197,7 @@ def release(
 
 
 def remove_unused(path: Path) -> bool:
-    """Removes a file or folder unless somebody has it locked. Returns whether it is gone. Raises
-    OSError.
-    """
+    """Removes what nobody has locked. Returns whether it is gone. Raises OSError."""
     with suppress(FileNotFoundError):
         lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -214,9 +210,7 @@ def remove_unused(path: Path) -> bool:
 
 
 def lock_file(path: Path) -> int | None:
-    """A file, made if need be, locked while the descriptor is open; None = a process holds it.
-    Raises OSError.
-    """
+    """Locks a file, made if need be, until closed; None = held elsewhere. Raises OSError."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

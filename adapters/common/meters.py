@@ -135,9 +135,7 @@ class Meters(Collector):
             yield made
 
     def describe(self) -> Iterator[Metric]:
-        """Describes nothing: families may be declared after the registration, which would ask for
-        them.
-        """
+        """Describes nothing: a registration would ask for families that are declared later."""
         return iter(())
 
     def render(self, accept: str) -> tuple[bytes, str]:

@@ -130,9 +130,7 @@ def _check(matcher: LLMatcher) -> None:
 
 
 def _without_forcing(grammar: str) -> str:
-    """The grammar with forced text in any tokens: the model chooses among them, as it does without
-    a grammar.
-    """
+    """The grammar with forced text in any tokens: the model chooses, as without a grammar."""
     if grammar.lstrip().startswith("{"):  # JSON of grammars has no place for it
         return grammar
     return f'{grammar}\n%llguidance {{"no_forcing": true}}'

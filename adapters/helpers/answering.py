@@ -28,9 +28,7 @@ def read_frame() -> bytes | None:
 
 
 def limit_self(memory_bytes: int, files: int = 3) -> None:
-    """Takes from this process what no answer needs: more memory, files beside the standard ones,
-    processes.
-    """
+    """Takes what no answer needs from this process: memory, files, processes."""
     for kind, limit in (
         (resource.RLIMIT_AS, memory_bytes),
         (resource.RLIMIT_CORE, 0),

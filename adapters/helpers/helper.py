@@ -117,9 +117,7 @@ class Helper:
         raise HelperUnavailable(f"{self._module} was lost")
 
     def _living(self, stops: int) -> subprocess.Popen[bytes]:
-        """The running process, started when there is none. Raises HelperBroken, and as
-        `_exchange`.
-        """
+        """The running process, started if need be. Raises HelperBroken, and as `_exchange`."""
         if self._process is not None and self._process.poll() is None:
             return self._process
         self._lose(TimeoutError())
@@ -144,9 +142,7 @@ class Helper:
         return process
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """Starts the process, isolated from the environment and the user's folder, but with this
-        process' packages.
-        """
+        """Starts the process: no environment, no home, but this process' packages."""
         paths = [os.path.abspath(path) for path in sys.path]
         if _ROOT not in paths:
             paths.append(_ROOT)

@@ -31,8 +31,7 @@ class HelperPool:
                 self._idle.append(helper)
 
     async def ask(self, question: bytes) -> bytes:
-        """The answer of a free helper. Raises as `Helper.ask`; when the caller leaves, the helper
-        is stopped."""
+        """A free helper's answer. Raises as `Helper.ask`. It is stopped when the caller leaves."""
         async with self.taken() as ask:
             return await ask(question)
 

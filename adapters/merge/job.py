@@ -162,9 +162,7 @@ def draw_seed(recipe: MergeRecipe, *names: str) -> int:
 
 
 class RandomKeeper:
-    """Chooses the values that DARE keeps: each with probability `density`. The kept ones are scaled
-    to make up.
-    """
+    """Chooses values as DARE: each stays with probability `density`, scaled to make up."""
 
     def __init__(self, density: float, seed: int) -> None:
         self._density = np.float32(density)
@@ -179,9 +177,7 @@ class RandomKeeper:
 
 
 class LargestKeeper:
-    """Chooses the values that TIES keeps: the share `density` that is largest in magnitude, equal
-    ones all.
-    """
+    """Chooses values as TIES: the share `density` of the largest, equal ones all."""
 
     def __init__(self, delta: MemberDelta, density: float) -> None:
         self._least = _magnitude(delta, density)

@@ -369,9 +369,7 @@ class _Reader:
         return tuple((each, read(f"{key}[{shown(each)}]", of)) for each, of in value.items())
 
     def layers(self, key: str) -> int | tuple[int, ...] | None:
-        """Reads a key that lists layers. None when unset or empty: PEFT then transforms every
-        layer.
-        """
+        """Reads a key that lists layers. None when unset or empty: then all are transformed."""
         value = self.raw.get(key)
         if value is None or value == []:
             return None

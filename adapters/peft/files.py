@@ -138,9 +138,7 @@ def _check_weight_files(listing: Mapping[str, int], findings: Findings) -> None:
 
 
 def check_bytes(total: int, limits: AdapterLimits) -> None:
-    """Checks the size of an adapter. total: of an adapter's files together. Raises AdapterError
-    `too_large`.
-    """
+    """Checks the bytes of all files together. Raises AdapterError `too_large`."""
     if total > limits.max_bytes:
         message = f"the adapter has {total} bytes; at most {limits.max_bytes} are accepted"
         raise AdapterError("too_large", message)

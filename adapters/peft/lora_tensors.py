@@ -144,8 +144,7 @@ class OwnTable(msgspec.Struct, frozen=True):
 
 
 class OwnNorm(msgspec.Struct, frozen=True, gc=False):
-    """A weight that replaces that of a norm. module: its short name. place: as in `BaseNorm`.
-    tensor: `[size]`."""
+    """A norm's own weight. module: its short name. place: as in `BaseNorm`. tensor: `[size]`."""
 
     module: str
     place: int

@@ -231,8 +231,7 @@ def check_head(config: PeftConfig, base: BaseSpec, findings: Findings) -> None:
 def place_head(
     config: PeftConfig, tensors: Mapping[str, TensorInfo], base: BaseSpec, findings: Findings
 ) -> OwnScores | None:
-    """Checks the score head, if the file has one. tensors: by their names in the base, of which
-    others are passed over."""
+    """Checks the score head, if any. tensors: by the base's names; others are passed over."""
     parts = score_parts(config, base)
     tensors = {name: tensors[name] for name, _ in parts.tensors if name in tensors}
     if not tensors:

@@ -257,8 +257,7 @@ def _is_comparable(
 
 
 def _has_rows_of_all(tensor: TensorInfo, base: BaseSpec, findings: Findings) -> bool:
-    """Whether a table has a row for each token of the base's tokenizer, and not too many new
-    ones."""
+    """Whether a table has a row for each token of the base, and not too many new ones."""
     rows, columns = base.vocab_size, base.hidden_size
     known = min(base.num_tokens, rows)
     if tensor.shape[1:] == (columns,) and known <= tensor.shape[0] <= base.most_ids:

@@ -144,8 +144,7 @@ def _part(base: BaseSpec, limits: AdapterLimits) -> BaseSpec:
 
 
 def whole_modules(config: PeftConfig, base: BaseSpec) -> frozenset[str]:
-    """Short names of tables that the adapter has, or may have, whole; of norms and of a score head
-    names of tensors."""
+    """Short names of tables that may come whole; of norms and score heads names of tensors."""
     head = () if own_head(config, base) == "none" else dict(score_parts(config, base).tensors)
     return whole_tables(config, base).union(head, tensors_of_norms(config, base))
 

@@ -43,9 +43,7 @@ class Weights(ABC):
         """Identifies the files as they are now, whatever their names."""
 
     def tensors(self) -> tuple[TensorInfo, ...]:
-        """Reads the file's header. Raises AdapterError `invalid` with every violation of the
-        format.
-        """
+        """Reads the header. Raises AdapterError `invalid` with every violation of the format."""
         return parse_header(self.header(), self.nbytes, self.name)
 
     def header(self) -> bytes:

@@ -170,9 +170,7 @@ def _is_ints(value: object) -> bool:
 def _check_tiling(
     tensors: list[TensorInfo], data_start: int, file_bytes: int, file: str, findings: Findings
 ) -> None:
-    """Checks that the tensors cover the data section exactly: no gap, no overlap, nothing before or
-    after.
-    """
+    """Checks that tensors cover the data exactly: no gap, no overlap, nothing around them."""
     position = data_start
     for tensor in tensors:
         if tensor.start != position:

@@ -28,8 +28,7 @@ class SlabError(OSError):
 
 
 class SlabGarbled(SlabError):
-    """The payload is not what was written, and the file has been removed: it is to be packed
-    anew."""
+    """The payload is not what was written; the removed file is to be packed anew."""
 
 
 class SlabSource(Protocol):
@@ -90,9 +89,7 @@ class SlabFile:
     on_disk = True
 
     def __init__(self, path: Path) -> None:
-        """Opens a slab's file and reads its layout. Raises SlabError (a short file too), or another
-        OSError.
-        """
+        """Opens a slab's file and reads its layout. Raises SlabError (too short), or OSError."""
         self.path = path
         self._hold = hold(path)
         try:

@@ -29,9 +29,7 @@ class _Span(NamedTuple):
 
 
 class _Read(NamedTuple):
-    """Tensors side by side in the file from `position` on. places: offset in the slab, and bytes,
-    of each.
-    """
+    """Tensors side by side from `position` on. places: offset in the slab, and bytes."""
 
     position: int
     places: tuple[tuple[int, int], ...]

@@ -80,9 +80,7 @@ class SlabTarget(NamedTuple):
         return None
 
     def write(self, first: int, block: Numbers) -> None:
-        """Copies rows of a tensor to their place in the slab. block: rows of the tensor from row
-        `first` on.
-        """
+        """Copies rows of a tensor to the slab. block: rows from row `first` on."""
         rows = self.rows
         begin = max(0, -(-(first - rows.start) // rows.step))
         end = min(len(rows), -(-(first + len(block) - rows.start) // rows.step))
@@ -138,9 +136,7 @@ def all_regions(
 
 
 def _region(memory: SlabMemory, placed: PlacedMatrix, item_bytes: int, begin: int = 0) -> Region:
-    """A matrix of the slab as a region to write to. begin: of the part of the slab in which it
-    lies.
-    """
+    """A matrix of the slab as a region to write to. begin: of its part of the slab."""
     offset = placed.offset + begin
     raw = np.frombuffer(memory.at(offset, placed.nbytes), np.uint8)
     return Region(offset, raw.view(f"<u{item_bytes}").reshape(placed.shape), [])
@@ -344,9 +340,7 @@ class DamagedError(Exception):
 
 
 class SlabPlan(NamedTuple):
-    """How an adapter becomes a slab. moves: all that has to be done; None = numbers have to be
-    converted, or go apart.
-    """
+    """The way to a slab. moves: all there is to do; None = numbers are converted, or parted."""
 
     layout: SlabLayout
     moves: Moves | None = None
@@ -496,9 +490,7 @@ class _Packer:
     def _piece(
         self, tensor: TensorInfo, position: int, nbytes: int, written: Raw, factor: float = 1.0
     ) -> None:
-        """Reads and converts a piece of a tensor. Numbers that need no change are read to where
-        they belong.
-        """
+        """Reads and converts a piece; numbers that stay as they are go where they belong."""
         dtype = tensor.dtype
         same = dtype == STORED_AS[self._dtype] and factor == 1
         piece = written if same else self._read[:nbytes]

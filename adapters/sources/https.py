@@ -177,9 +177,7 @@ def _place(ref: AdapterRef) -> tuple[str, int, str]:
 
 
 def _check_answer(answer: httpx.Response, ref: AdapterRef) -> None:
-    """Checks a server's answer before its body is read. Raises AdapterError unless it is a plain
-    answer.
-    """
+    """Checks an answer before its body is read. Raises AdapterError for any but a plain one."""
     if answer.is_redirect:
         raise AdapterError("not_found", f"{shown_name(ref)} is a redirect, which is not followed")
     if answer.status_code not in (200, 206):

@@ -59,9 +59,7 @@ class HubSource:
         self._timeout_s = timeout_s
 
     def resolve(self, ref: AdapterRef, token: str | None) -> AdapterRef:
-        """Pins a reference to a commit. Always asks the Hub, so it proves that this caller may read
-        it.
-        """
+        """Pins a reference to a commit. It asks the Hub, so this caller may read it."""
         check_token(token)
         info = self._info(ref, token, files=False)
         pinned = AdapterRef("hub", ref.name, info.sha)
@@ -147,9 +145,7 @@ class HubSource:
     def _open(
         self, ref: AdapterRef, location: str, token: str | None, offset: int
     ) -> Iterator[RemoteBytes]:
-        """Opens a file's stream at an offset. location: of the Hub, or of a storage that is shown
-        no credential.
-        """
+        """Opens a file at an offset. location: the Hub's, or a storage's, without credential."""
         own = urlsplit(location).netloc == urlsplit(self._api.endpoint).netloc
         headers = build_hf_headers(token=(token or False) if own else False)
         headers["accept-encoding"] = "identity"
@@ -210,9 +206,7 @@ def _refusal(name: str, error: Exception, has_token: bool) -> AdapterError:
 
 
 def _missing(name: str, error: RepositoryNotFoundError, has_token: bool) -> AdapterError:
-    """The error for a file that is missing. The Hub answers 401 for whatever an anonymous caller
-    may not see.
-    """
+    """The error for a missing file. To anonymous callers the Hub hides things by a 401."""
     if error.response.status_code == 401 and has_token:
         return AdapterError("unauthorized", f"the Hub does not accept the token given for {name}")
     hint = "this token cannot read it" if has_token else "it needs a token"

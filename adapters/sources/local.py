@@ -38,9 +38,7 @@ class LocalSource:
         self._roots = tuple(Path(os.path.realpath(Path(root).expanduser())) for root in roots)
 
     def resolve(self, ref: AdapterRef, token: str | None) -> AdapterRef:
-        """Pins a reference by the folder's fingerprint: names, identities, sizes and times of its
-        files.
-        """
+        """Pins by the folder's fingerprint: names, identities, sizes and times of files."""
         folder = self._folder(ref)
         fingerprint = _fingerprint(self._stat_files(folder, ref))
         if ref.revision is not None and ref.revision != fingerprint:

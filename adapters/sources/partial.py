@@ -15,9 +15,7 @@ _BROKEN_RETRY_S = 0.5
 
 
 class RemoteBytes(NamedTuple):
-    """The bytes of a file from an offset on. start: the offset that the first chunk has in the
-    file.
-    """
+    """A file's bytes from an offset on. start: that offset, of the first chunk."""
 
     start: int
     chunks: Iterable[bytes]

@@ -26,9 +26,7 @@ class UploadSource:
         return ()
 
     def fetch_file(self, ref: AdapterRef, token: str | None, name: str, folder: Path) -> None:
-        """Puts a file into `folder`: by a link where one disk holds both, since uploads do not
-        change.
-        """
+        """Puts a file into `folder`: by a link if one disk has both, as uploads do not change."""
         source, target = self._folder(ref) / name, folder / name
         target.unlink(missing_ok=True)
         try:

@@ -370,9 +370,7 @@ class AdapterStore:
             folder.mkdir(parents=True, exist_ok=True)
 
     def _folder_for(self, ref: AdapterRef) -> AbstractContextManager[Path]:
-        """Opens the folder to fetch to. Folders are copied; what comes over a network goes on where
-        it broke off.
-        """
+        """The folder to fetch to: fresh for folders; downloads go on where they broke off."""
         if ref.source in ("local", "upload"):
             return unfinished_folder(self._unfinished)
         return resumable_folder(self._unfinished, format_ref(ref))
@@ -514,9 +512,7 @@ class Quota:
 
 
 class Slabs:
-    """Keeps files of slabs in a folder. folder: of the files. unfinished: for those that are being
-    written.
-    """
+    """Files of slabs in a folder. unfinished: for those that are being written."""
 
     def __init__(self, folder: Path, unfinished: Path, base: BaseSpec, quota: Quota) -> None:
         self._folder = folder
@@ -525,8 +521,7 @@ class Slabs:
         self._quota = quota
 
     def open(self, digest: str, dtype: SlabDtype, extent_bytes: int) -> SlabFile | None:
-        """The file of this adapter, a finished one if there is one; the caller closes it. Raises
-        OSError."""
+        """A finished file of this adapter, if any; the caller closes it. Raises OSError."""
         for is_finished in (True, False):
             path = self._path(digest, dtype, extent_bytes, is_finished)
             with suppress(FileNotFoundError, SlabError):

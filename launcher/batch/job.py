@@ -203,9 +203,7 @@ class BatchJob:
             raise BatchError(f"{batch.id} failed: {'; '.join(one.message for one in found)}")
 
     def _append(self, record: BatchRecord) -> None:
-        """Writes a record under the number that its line has in this command's input. Raises
-        BatchError.
-        """
+        """Writes a record under its line's number in this input. Raises BatchError."""
         line = line_of(record.id)
         if line is None:
             raise BatchError(f"the server's answer {record.id[:80]!r} says no line")
@@ -273,9 +271,7 @@ async def _lines(http: httpx.AsyncClient, path: str) -> AsyncIterator[bytes]:
 
 
 async def _check_server(http: httpx.AsyncClient) -> None:
-    """Checks that the server answers and takes the key. Raises BatchError, before any line is
-    sent.
-    """
+    """Checks the server and the key, before any line is sent. Raises BatchError."""
     try:
         answer = await http.get("/v1/models")
     except httpx.RequestError as error:

@@ -63,9 +63,7 @@ class Outcome:
 
 
 def percentile(values: Sequence[float], p: float) -> float:
-    """Computes a percentile by linear interpolation between order statistics; NaN
-    without values.
-    """
+    """A percentile, linear between order statistics; NaN without values."""
     return float(np.percentile(values, p)) if values else float("nan")
 
 

@@ -103,9 +103,7 @@ def form_of(names: Sequence[str]) -> Form:
 
 
 def refuse_ready(weights: str, form: Form, config: Mapping[str, object]) -> None:
-    """Refuses an adapter that needs no conversion. Raises AdapterError for what PEFT saved as
-    safetensors already.
-    """
+    """Refuses what PEFT saved as safetensors: it needs no conversion. Raises AdapterError."""
     if form == "PEFT" and weights == WEIGHTS_FILE and "peft_type" in config:
         raise refusal("nothing to convert: this is PEFT's format already; serve it as it is")
 

@@ -47,9 +47,7 @@ def _alpha(scale: float, rank: int) -> float | int:
 
 
 def _targets(paths: Collection[str]) -> tuple[list[str], list[int] | None]:
-    """Chooses the `target_modules` and `layers_to_transform` that name these modules
-    and no other.
-    """
+    """The `target_modules` and `layers_to_transform` that name these modules alone."""
     places = {place for place in map(within_layer, paths) if place is not None}
     layers = sorted({layer for layer, _ in places})
     rests = {rest for _, rest in places}

@@ -444,9 +444,7 @@ def _factored(path: str, change: Matrix, options: MethodOptions) -> NearestProdu
 
 
 def _fit(found: Mapping[str, NearestProduct], options: MethodOptions) -> ConversionLoss:
-    """Measures the conversion's loss. How much is lost. Raises AdapterError: more than is allowed,
-    or there are no modules.
-    """
+    """How much is lost. Raises AdapterError: more than allowed, or of no module at all."""
     if not found:
         raise refusal("the config targets no module of the base")
     worst = max(found, key=lambda path: found[path].error)

@@ -62,9 +62,7 @@ def is_mlx_config(config: Mapping[str, Any]) -> bool:
 
 
 def check_kind(config: Mapping[str, Any]) -> None:
-    """Checks that an adapter of mlx-lm is plain LoRA. Raises AdapterError for what mlx-lm trains
-    besides LoRA.
-    """
+    """Checks that it is plain LoRA. Raises AdapterError for what else mlx-lm trains."""
     kind = config.get("fine_tune_type") or ("dora" if config.get("use_dora") else "lora")
     if kind == "dora":
         raise refusal(

@@ -89,9 +89,7 @@ def _run(name: str, file: IO[bytes], target: Path, order: UnpickleOrder) -> None
 
 
 def _environment() -> dict[str, str]:
-    """The environment of the process: no secret of this one; one thread, whose stack alone counts
-    as memory.
-    """
+    """The process's environment: no secret; one thread, whose stack alone takes memory."""
     return {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
 
 

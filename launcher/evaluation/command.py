@@ -104,9 +104,7 @@ def _score(text: str) -> str:
 
 
 def _names(arguments: argparse.Namespace) -> list[str]:
-    """Names to ask. Folders become adapters of the command's own server. Raises OptionError,
-    CommandError.
-    """
+    """Names to ask. Folders go to the command's own server. Raises OptionError, CommandError."""
     names: list[str] = []
     folders: dict[str, Path] = {}
     for what in arguments.what:
@@ -126,9 +124,7 @@ def _names(arguments: argparse.Namespace) -> list[str]:
 
 
 def _folders(folder: Path) -> dict[str, Path]:
-    """Adapters by name: a folder's own, or a run's checkpoints in their order. Raises
-    CommandError.
-    """
+    """Adapters by name: a folder's, or a run's checkpoints in order. Raises CommandError."""
     folder = folder.resolve()
     if (folder / CONFIG_FILE).exists():
         return {folder.name: folder}

@@ -41,9 +41,7 @@ def bucket(position: int) -> tuple[int, int]:
 
 
 def spreads(differences: Sequence[Difference]) -> list[Spread]:
-    """All tokens, those of prompts and of answers, of each family and rank, and of each bucket that
-    has tokens.
-    """
+    """Spreads of all tokens, prompts, answers, each family and rank, and filled buckets."""
     parts = {
         "all": list(differences),
         "prompt": [one for one in differences if not one.is_output],

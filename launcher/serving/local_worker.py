@@ -60,9 +60,7 @@ class LocalWorker:
         self.service.was_ready.set()
 
     def _heard(self, facts: dict[str, Any]) -> None:
-        """Notes how far the worker's start has come. facts: of its start, as it answers while it is
-        not ready.
-        """
+        """Notes a worker's progress. facts: its answer while it is not ready."""
         if "stage" in facts:
             fields = (facts[name] for name in StartProgress.__struct_fields__)
             self.progress = StartProgress(*fields)

@@ -51,8 +51,7 @@ class ServePlan:
 
 
 def plan(values: Mapping[str, Values]) -> ServePlan:
-    """The children's configurations from `serve`'s options, before GPUs are looked at. Raises
-    OptionError."""
+    """The children's configs from options, without a look at GPUs. Raises OptionError."""
     is_demo = values["model"] is None
     aliases: list[str] = []
     roots = [*_paths(values["adapter_roots"]), *_paths(values["watch_folders"])]
@@ -148,8 +147,7 @@ def resolve_alias(text: str) -> tuple[str, tuple[Path, ...]]:
 
 
 def _linked_from(folder: Path) -> list[Path]:
-    """The folder of a Hub cache's files (`models--…/snapshots/<commit>` has links
-    to `models--…/blobs`)."""
+    """The files of a Hub cache's snapshot: its links lead to `models--…/blobs`."""
     real = Path(os.path.realpath(folder))
     blobs = real.parents[1] / "blobs" if real.parent.name == "snapshots" else None
     return [blobs] if blobs is not None and blobs.is_dir() else []

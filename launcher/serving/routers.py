@@ -25,9 +25,7 @@ STOP_MARGIN_S = 8.0
 
 
 def check(config: RouterConfig) -> None:
-    """Checks the options of several router processes. Raises OptionError for what several processes
-    cannot have.
-    """
+    """Checks the options. Raises OptionError for what several processes cannot have."""
     count, metrics = config.router_processes, config.metrics_port
     if not config.redis:
         raise OptionError(

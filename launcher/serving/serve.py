@@ -101,8 +101,7 @@ class Serve:
         return start_child(["router", "--started-as=router"], environ, on_line, document=document)
 
     async def run(self, client: ServeClient | None = None) -> bool:
-        """Run until a signal, or the client's end. Returns False when stopped at once. Raises
-        ChildFailed."""
+        """Runs until a signal, or the client's end. False = stopped at once. Raises ChildFailed."""
 
         async def announce() -> None:
             await self._until_ready()
@@ -144,9 +143,7 @@ class Serve:
             self.router.was_ready.set()
 
     def _http_client(self) -> httpx.AsyncClient:
-        """The client that asks children of this command. It sends no secret: a certificate may have
-        any name.
-        """
+        """A client for this command's children. It sends no secret: any certificate will do."""
         uds = self._router.uds
         mounts = {} if uds is None else {self.url: httpx.AsyncHTTPTransport(uds=os.fspath(uds))}
         return httpx.AsyncClient(trust_env=False, timeout=5.0, verify=False, mounts=mounts)
@@ -211,9 +208,7 @@ def _route(model: ModelSpec) -> str:
 
 
 def _divided(chosen: ServePlan, models: Sequence[ModelSpec]) -> ServePlan:
-    """Divide the machine's GPUs and memory among workers. models: of each base. Raises as
-    `checked_plan`.
-    """
+    """Divides GPUs and memory among workers. models: of each base. Raises as `checked_plan`."""
     gpus, asked = cuda_devices(), chosen.asked
     device = choose_device(chosen.worker.device, gpus, torch_build())
     left = list(range(len(gpus)))

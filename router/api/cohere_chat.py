@@ -53,9 +53,7 @@ class CohereEvent(msgspec.Struct, frozen=True):
 
 
 class CohereFormatter(MessageFormatter):
-    """Writes answers of Cohere's chat route. Their parts come one after another, as
-    Anthropic's do.
-    """
+    """Writes answers of Cohere's chat route. Parts come one by one, as Anthropic's do."""
 
     _num_calls = 0
     _tokens: Sequence[TextToken] = ()
@@ -223,7 +221,5 @@ def _part(part: Any) -> Any:
 
 
 def _format(given: dict[str, Any]) -> dict[str, Any]:
-    """Rewrites Cohere's form of the answer as OpenAI's. Cohere's schema stands where OpenAI has a
-    name and one.
-    """
+    """Rewrites Cohere's form of an answer as OpenAI's, which has a name beside the schema."""
     return {("schema" if name == "json_schema" else name): part for name, part in given.items()}

@@ -196,9 +196,7 @@ class ErrorAnswer(msgspec.Struct, frozen=True):
 
 
 def dialect_of_path(path: str) -> Dialect:
-    """Finds the API whose form a path's errors have. It is for routes of no generation API, and for
-    paths of no route.
-    """
+    """The API whose form a path's errors have, if no body says it, or the path is no route."""
     if path in _VLLM_ROUTES or path.startswith("/adapters"):
         return "vllm"
     if path in _OPENAI_ROUTES:
@@ -254,9 +252,7 @@ def error_object(error: RequestError, dialect: Dialect, request_id: str = "") ->
 
 
 def error_answer(error: RequestError, dialect: Dialect, request_id: str = "") -> ErrorAnswer:
-    """Makes the response to a request that fails before its first byte. request_id: for
-    Anthropic's.
-    """
+    """The response to a request that fails before its first byte. request_id: Anthropic's."""
     status = status_of(error.cause, dialect)
     headers = {**error.headers, "content-type": "application/json"}
     if status == 401:

@@ -162,9 +162,7 @@ FORM_FIELDS = tuple(field.encode_name for field in msgspec.structs.fields(Upload
 
 
 class ListQuery(msgspec.Struct, frozen=True):
-    """Query of a request for a page of a list. after: the id that the page before ended with.
-    purpose: "" = all.
-    """
+    """A page of a list. after: the id that the page before ended with. purpose: "" = any."""
 
     limit: int
     after: str = ""
@@ -173,9 +171,7 @@ class ListQuery(msgspec.Struct, frozen=True):
 
 
 def parse_create(body: bytes, endpoints: tuple[str, ...]) -> tuple[CreateBatchBody, int]:
-    """Reads a request for a batch; returns it with the completion window in seconds. Raises
-    RequestError.
-    """
+    """Reads a request for a batch, and its window in seconds. Raises RequestError."""
     wanted, _ = decode_body(body, CreateBatchBody)
     require(
         wanted.endpoint in endpoints,
@@ -193,9 +189,7 @@ def parse_create(body: bytes, endpoints: tuple[str, ...]) -> tuple[CreateBatchBo
 
 
 def parse_form(fields: Mapping[str, str], usual_expiry_s: int) -> tuple[UploadPurpose, int]:
-    """Reads the form of an upload; returns the file's purpose, and for how many seconds it is kept.
-    Raises RequestError.
-    """
+    """Reads an upload's form: its purpose, and the seconds it is kept. Raises RequestError."""
     try:
         purpose = msgspec.convert(fields.get("purpose"), UploadPurpose)
     except msgspec.ValidationError:

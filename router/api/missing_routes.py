@@ -26,9 +26,7 @@ _NOT_SERVED = {
 
 
 def hint(path: str) -> str | None:
-    """Returns the hint in the answer to a request for a missing path; None for a path that nobody
-    has.
-    """
+    """The hint for a missing path; None for a path that nobody has."""
     wanted = path.rstrip("/")
     if wanted in _NOT_SERVED:
         return f"this server has no {_NOT_SERVED[wanted]}"

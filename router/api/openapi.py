@@ -456,9 +456,7 @@ def _only_one(names: Collection[str]) -> Schema:
 
 
 def _prompts(most: int) -> Schema:
-    """Describes prompts, which are all of one kind: texts, lists of ids, or the ids of a single
-    prompt.
-    """
+    """Prompts, all of one kind: texts, lists of ids, or the ids of a single prompt."""
     text, ids = _TEXT, {"type": "array", "items": _TOKEN_ID, "minItems": 1}
     several = {"type": "array", "minItems": 1, "maxItems": most}
     return {"anyOf": [text, several | {"items": text}, ids, several | {"items": ids}]}

@@ -43,8 +43,7 @@ def as_npy(routed: RoutedExperts) -> str:
 
 
 def as_int32(routed: RoutedExperts, start: int = 0) -> str:
-    """Write the numbers alone in base64, int32, as SGLang does. start: the first token that is
-    written."""
+    """Write the numbers alone in base64, int32, as SGLang does. start: of the first token."""
     form = routed.form
     numbers = memoryview(routed.chosen)[start * form.nbytes :]
     wide = bytearray(4 * (len(numbers) // form.itemsize))

@@ -72,9 +72,7 @@ def parse(
 def _reader(
     shape: Shape, plain: dict[str, Any], limits: ApiLimits
 ) -> Callable[[dict[str, Any], ApiLimits, str | None], ApiRequest] | None:
-    """Returns the parser of a body whose texts are read for numbers; None where an answer is
-    wanted.
-    """
+    """The parser of a body whose texts are read for numbers; None where answers are wanted."""
     if shape == "query":
         return partial(rerank.parse_plain, version=1)
     if shape in ("queries", "text_1", "data_1"):
@@ -87,9 +85,7 @@ def _reader(
 
 
 def _with_parameter(plain: dict[str, Any], said: Invocation) -> dict[str, Any]:
-    """Puts the header's adapter into the body. It goes before the body's, as it is SageMaker's own
-    word.
-    """
+    """Puts the header's adapter into the body, before the body's own: it is SageMaker's."""
     inside = plain.get("parameters")
     if said.adapter is None or not isinstance(inside, dict | None):
         return plain

@@ -108,9 +108,7 @@ class IdsAsked(msgspec.Struct, frozen=True):
 
 
 def parse_inputs(plain: dict[str, Any]) -> tuple[str, bool]:
-    """Reads a request in LoRAX's shape: its text, and whether special tokens are added. Raises
-    RequestError.
-    """
+    """Reads LoRAX's shape: the text, and whether it gets special tokens. Raises RequestError."""
     request = _closed(plain, TokenizeBody)
     return request.inputs, request.add_special_tokens is not False
 
@@ -164,8 +162,6 @@ def tokenizer_info(card: ModelCard, added: Mapping[int, AddedToken]) -> Tokenize
 
 
 def _closed(plain: dict[str, Any], kind: type[T]) -> T:
-    """Converts a body to `kind`; null is the same as absent. Raises RequestError, for a field that
-    `kind` has not, too.
-    """
+    """Converts a body to `kind`; null is absent. Raises RequestError, for other fields, too."""
     check_unknown_parts(plain, kind.__struct_fields__, "")
     return typed(plain, kind)

@@ -47,16 +47,12 @@ def finite(logprob: float | None) -> float:
 
 
 def best_first(results: Sequence[ChoiceResult]) -> list[ChoiceResult]:
-    """Sorts answers by the mean log-probability of a token, the best first; equals stay
-    in order.
-    """
+    """Sorts answers by a token's mean log-probability, the best first; equals stay in order."""
     return sorted(results, key=_badness)
 
 
 def completed(finish: FinishReason) -> FinishReason:
-    """Returns the reason of an answer's end. Raises RequestError (incomplete) for an answer that
-    was broken off.
-    """
+    """The reason of an answer's end. Raises RequestError (incomplete) for one broken off."""
     if finish == "abort":  # by the caller, whose client must not ask again by itself
         headers = {"x-should-retry": "false"}
         raise RequestError("incomplete", "the answer was aborted", headers=headers)

@@ -41,9 +41,7 @@ class FleetView:
         return any(note.folder != folder for note in self._others)
 
     async def tell(self, note: RouterNote) -> None:
-        """Sends a note to the other routers, and reads theirs. While the store is away all is as it
-        was.
-        """
+        """Sends a note to other routers, and reads theirs. Without a store nothing changes."""
         if not self._is_shared:
             return
         with contextlib.suppress(StoreDown):

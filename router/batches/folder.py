@@ -101,9 +101,7 @@ class BatchFolder:
         return {state.input_file_id for state in states if state is not None and not state.is_over}
 
     def ask_cancel(self, tenant: str, batch_id: str, now: int) -> int:
-        """Notes that a batch is to be cancelled. Returns when that was first asked for (Unix
-        seconds).
-        """
+        """Notes a wish to cancel a batch. Returns when that was first asked for (Unix seconds)."""
         path = self._path(tenant, batch_id, _CANCEL)
         there = self.cancel_asked(tenant, batch_id)
         if there is None:

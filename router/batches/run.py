@@ -78,8 +78,7 @@ class BatchParts:
 
 
 def _is_lines_own(attempt: int, status: int, further: bool) -> bool:
-    """Whether the line is to blame, and not what all lines need. further: others were answered
-    meanwhile."""
+    """Whether the line is to blame, not what all lines need. further: others were answered."""
     if status == _TOO_MANY:
         return False
     # A wait behind live requests looks like an answer that takes too long.
@@ -111,9 +110,7 @@ class BatchRun:
         self._fault: Exception | None = None
 
     async def run(self) -> None:
-        """Runs the batch until it is over or `leave`. Raises OSError, BatchError and RequestError
-        of a disk.
-        """
+        """Runs the batch until it is over or `leave`. Raises OSError, BatchError, RequestError."""
         if self.state.end is not None:
             await self._finalize(self.state.end)
             return
@@ -138,9 +135,7 @@ class BatchRun:
         self._gate.stop()
 
     def leave(self) -> None:
-        """Stops the run for another router, or a later run, which goes on: what is in flight is
-        given up.
-        """
+        """Leaves what is in flight to another router, or to a later run, which goes on."""
         self._halt("left")
 
     def _halt(self, how: Stop) -> None:

@@ -42,9 +42,7 @@ async def off_loop(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T
 
 
 def write_whole(path: Path, content: bytes, durable: bool = True) -> None:
-    """Replaces a file's content in one step. durable: a crash of the machine does not undo it.
-    Raises OSError.
-    """
+    """Replaces a file's content in one step. durable: a crash undoes nothing. Raises OSError."""
     written = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
     try:
         written.write_bytes(content)

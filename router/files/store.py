@@ -45,9 +45,7 @@ class FileStore:
         self._tenants = root / "tenants"
 
     def folder(self, tenant: str, kind: str) -> Path:
-        """The folder in which one kind of a tenant's things lies. kind: files, batches or
-        responses.
-        """
+        """The folder of one kind of a tenant's things. kind: files, batches or responses."""
         return self._tenants / (tenant or _NOBODY) / kind
 
     def tenants(self) -> list[str]:
@@ -63,9 +61,7 @@ class FileStore:
         return None if note is None else _read_note(note)
 
     def get(self, tenant: str, file_id: str, param: str | None = None) -> FileObject:
-        """Returns a tenant's file. Raises RequestError (file_not_found), also for one that has
-        expired.
-        """
+        """A tenant's file. Raises RequestError (file_not_found), also once it has expired."""
         found = self.find(tenant, file_id)
         if found is None or found.has_expired(time.time()):
             raise RequestError("file_not_found", f"no file {file_id[:80]!r}", param=param)

@@ -45,9 +45,7 @@ class Uploads:
         self._open = 0
 
     async def receive(self, request: Request, tenant: str, room: StorageLimits) -> FileObject:
-        """Stores the file of an upload. Raises RequestError, ClientGone; then nothing is left of
-        the file.
-        """
+        """Stores an upload's file, or leaves nothing. Raises RequestError, ClientGone."""
         if self._open >= _MAX_AT_ONCE:
             raise RequestError("overloaded", f"{self._open} uploads are under way already")
         self._open += 1

@@ -62,9 +62,7 @@ class Answerer:
     intake: Intake
 
     async def answer(self, request: Request, parse: Parse) -> Response:
-        """Answers a request for text or vectors. Raises RequestError for what fails before the
-        first byte; ClientGone.
-        """
+        """Answers for text or vectors. Raises RequestError before the first byte; ClientGone."""
         await self.intake.enter()
         caller = await self.tenancy.identify(request.headers.get("authorization"))
         body = await read_json_body(request, self.body_limits)
@@ -102,9 +100,7 @@ class Answerer:
         )
 
     def bearer(self, request: Request) -> str | None:
-        """Returns the bearer of a request, for sources of adapters; None where callers have keys,
-        as the bearer is one.
-        """
+        """The bearer, for sources of adapters; None where it is a key of this router's."""
         return None if self.tenancy.needs_keys else _bearer(request)
 
 

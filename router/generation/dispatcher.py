@@ -161,9 +161,7 @@ class Dispatcher:
     async def _begin(
         self, arrived: ArrivedRequest, read: Read[ApiRequest]
     ) -> tuple[AuthorisedRequest, TextModel]:
-        """Authorises a request, and waits for workers of its base. Returns the base's texts, too.
-        Raises RequestError.
-        """
+        """Authorises, and waits for workers. Returns the base's texts, too. Raises RequestError."""
         authorised = self.authorise(read, read.parsed.call, arrived.caller, arrived.request_id)
         authorised = msgspec.structs.replace(authorised, session=arrived.session)
         with as_request_errors(authorised.call.api):
@@ -269,9 +267,7 @@ class Dispatcher:
         held.callback(self._closed, same, tenant)
 
     def _closed(self, same: Counter[str], tenant: str) -> None:
-        """Removes a request from the counts of those that run. same: the counts that it
-        is among.
-        """
+        """Takes a request from `same`, the counts of those that run."""
         same[tenant] -= 1
         if not same[tenant]:
             del same[tenant]
@@ -279,9 +275,7 @@ class Dispatcher:
             self._live_until = asyncio.get_running_loop().time()
 
     async def _enter(self, authorised: AuthorisedRequest, base: BaseModel, charge: Charge) -> None:
-        """Checks that the queue has room for a request, before work is done for it: to refuse must
-        be cheap. Raises as `_admit`.
-        """
+        """Checks that the queue has room, before work is done. Raises as `_admit`."""
         call = authorised.call
         count = max(1 + len(call.further), len(call.prompts)) * call.best_of
         self._check_room(base.fleet.queue, authorised.tenant, count, 0)

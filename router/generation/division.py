@@ -29,9 +29,7 @@ class PartsOfAnswers(msgspec.Struct, frozen=True):
     reasoning: Reasoning | None = None
 
     def division(self, call: GenerationCall, prompt: str) -> Division | None:
-        """Plans how an answer is divided into its parts; None = all is text. prompt: what the
-        answers go on from.
-        """
+        """Plans an answer's parts; None = all is text. prompt: what answers go on from."""
         readers, markers, short_ids = [], list[str](), False
         if self.reasoning is not None:
             begun = self.reasoning.begun(prompt)
@@ -109,9 +107,7 @@ class AnswerParts(msgspec.Struct, frozen=True):
         return found or REASONING.get(named)
 
     def _format(self, source: str, is_base: bool, adapters_format: str) -> ToolFormat | None:
-        """Finds the format of calls. An adapter's own template says more of the adapter than an
-        option for the base.
-        """
+        """The format of calls. An adapter's own template goes before an option for the base."""
         if adapters_format in FORMATS:  # another router may know more of them
             return FORMATS[adapters_format]
         named = self.tool_format
@@ -122,9 +118,7 @@ class AnswerParts(msgspec.Struct, frozen=True):
 def _source(
     call: GenerationCall, card: ModelCard, template: AdapterTemplate | None
 ) -> tuple[str, bool]:
-    """Finds the template that writes the prompt, and whether it is the base's: trainers save that
-    with every adapter.
-    """
+    """The template that writes the prompt; whether it is the base's, which trainers save too."""
     bases = card.all_templates
     sources = bases if template is None else template.sources
     options = call.template

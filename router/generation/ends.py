@@ -54,9 +54,7 @@ class AnswerEnds:
         tokens: dict[str, str],
         own: tuple[OwnToken, ...],
     ) -> tuple[int, ...]:
-        """Finds the tokens at which a template's turns end. Known ones are kept. own: tokens that
-        the adapter adds.
-        """
+        """The tokens that end a template's turns, found once. own: added by the adapter."""
         said = (model.card.base_digest, source, tokens, own)
         key = hashlib.sha256(msgspec.json.encode(said, order="sorted")).digest()
         ends = self._found.get(key)

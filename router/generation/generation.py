@@ -318,9 +318,7 @@ class Generation:
             self._end_choice()
 
     def _read_state(self, choice: _Choice) -> None:
-        """Has the hidden state read from which a choice's last token was drawn: that behind all
-        before the token.
-        """
+        """Has the state read from which a choice's last token was drawn: of all before it."""
         slot = len(self._choices) + choice.slot
         observer = self._observer.sequence(self.head.adapter_digest)
         choice.reading = choice.run.reading(slot, choice.result().token_ids[:-1], observer)

@@ -94,9 +94,7 @@ class AnswerShapes:
         return known
 
     async def _check(self, grammar: str, param: str, model: TextModel) -> None:
-        """Checks that a grammar compiles. Raises RequestError. What is known of a grammar is found
-        before any line.
-        """
+        """Checks that a grammar compiles. Raises RequestError. A known one waits in no line."""
         content = grammar.encode("utf-8", "surrogatepass")
         key = hashlib.sha256(model.card.base_digest.encode() + b"\0" + content).digest()
         problem = self._problems.get(key)
@@ -115,9 +113,7 @@ class AnswerShapes:
             raise RequestError("invalid", f"`{param}`: {problem}", param=param)
 
     def _tried(self, grammar: str, key: bytes, model: TextModel) -> str:
-        """Checks a grammar; returns its fault, or "". Raises VocabularyError,
-        CheckerUnavailable.
-        """
+        """Tries a grammar; returns its fault, or "". Raises VocabularyError, CheckerUnavailable."""
         problem = self._problems.get(key)  # another's trial of it may have ended meanwhile
         if problem is None:
             try:

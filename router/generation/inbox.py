@@ -17,9 +17,7 @@ Arrival = tuple[int, TokenEvent, float]
 
 
 def memory_of(event: TokenEvent) -> int:
-    """Estimates the bytes of an event, without the prompt's logprobs, which come once and were
-    asked for.
-    """
+    """Estimates an event's bytes, but for the prompt's logprobs, which come once, if asked for."""
     nbytes = _EVENT_BYTES + _TOKEN_BYTES * len(event.token_ids)
     for token in event.logprobs or ():
         nbytes += _ALTERNATIVE_BYTES * (1 + len(token.top) + len(token.listed))
@@ -59,17 +57,13 @@ class Inbox:
             self._wake()
 
     def fail(self, error: BaseException) -> None:
-        """Ends the request with a failure, of which the first counts; events that came before it
-        are still read.
-        """
+        """Ends the request with a failure: the first counts, and earlier events are still read."""
         if self._failure is None:
             self._failure = error
             self._wake()
 
     async def take(self) -> list[Arrival]:
-        """Takes all events that are there, at least one. Raises the failure after the
-        last of them.
-        """
+        """Takes all events that are there, at least one; after the last, raises the failure."""
         while not self._events:
             if self._failure is not None:
                 raise self._failure

@@ -113,8 +113,7 @@ class RunContext(msgspec.Struct, frozen=True):
 
 
 def ids_with_pictures(request: GenerateRequest) -> Sequence[int]:
-    """The prompt's ids, with a number of its own for each picture in place of the first
-    placeholder."""
+    """The prompt's ids; a number of each picture's own stands for its first placeholder."""
     if not request.pictures:
         return request.prompt_ids
     ids = list(request.prompt_ids)
@@ -246,9 +245,7 @@ class SequenceRun:
         return PlacementRequest(digest, home_key(adapter.origin), adapter.manifest.nbytes, prefixes)
 
     async def _admit(self, credit: Credit) -> bool:
-        """Checks whether the worker has the adapter; if not, the sequence is on its way
-        to another.
-        """
+        """Whether the worker has the adapter; if not, the sequence is on its way to another."""
         adapter, session = self._context.adapter, credit.session
         if adapter is None:
             return True

@@ -78,8 +78,7 @@ class PromptTask(msgspec.Struct, frozen=True):
 
 
 class TokenisedRequest(msgspec.Struct, frozen=True):
-    """A call as the engine reads it. call: with the sampling that all tasks share. reading: of a
-    call for vectors."""
+    """A call as the engine reads it. call: with the tasks' sampling. reading: for vectors."""
 
     call: GenerationCall
     tasks: Sequence[PromptTask]
@@ -112,9 +111,7 @@ class TokenisedRequest(msgspec.Struct, frozen=True):
 
 
 class Tokeniser:
-    """Turns calls into the tasks that workers compute. ends, shapes: of answers, kept by their
-    content. makers: of prompts.
-    """
+    """Turns calls into workers' tasks. ends, shapes: kept by content. makers: of prompts."""
 
     def __init__(self, makers: PromptMakers, parts: AnswerParts, grammars: GrammarLimits) -> None:
         self.ends = AnswerEnds(makers.sandbox)
@@ -150,9 +147,7 @@ class Tokeniser:
         adapter: ServedAdapter | None,
         prompts: Sequence[Prompt],
     ) -> TokenisedRequest:
-        """Turns a call with its prompts into the tasks that workers compute. Raises
-        RequestError.
-        """
+        """Turns a call with its prompts into tasks for workers. Raises RequestError."""
         reading = None if call.vector is None else vector_reading(call.vector, model.card)
         if reading is not None:
             call = msgspec.structs.replace(call, unbound=unbound_prompts(call, model.card))
@@ -249,9 +244,7 @@ _DOCUMENT = "{document}"
 async def pair_prompts(
     call: GenerationCall, vector: VectorCall, form: PairForm, model: TextModel
 ) -> list[Prompt]:
-    """Makes a prompt for each document with its query. Raises RequestError (invalid,
-    context_length).
-    """
+    """Prompts of each document with its query. Raises RequestError (invalid, context_length)."""
     if vector.instruction is not None and "{instruction}" not in form.template:
         message = "`instruction`: the model's prompt has no place for one"
         raise RequestError("invalid", message, param="instruction")

@@ -116,9 +116,7 @@ class _Odds(msgspec.Struct, frozen=True):
 
 
 def vector_reading(call: VectorCall, card: ModelCard) -> VectorReading | None:
-    """Finds how a call's numbers are made from vectors; None: the model gives no such thing. Raises
-    RequestError.
-    """
+    """How a call's numbers come from vectors; None: the model has none. Raises RequestError."""
     if call.use == "classes":
         return _class_reading(call, card)
     if call.use == "fit":

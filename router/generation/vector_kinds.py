@@ -21,9 +21,7 @@ _NO: dict[Gift, str] = {
 
 
 def check_early(call: GenerationCall, card: ModelCard) -> None:
-    """Checks a call as `check_kind` does, before it is known what its adapter is: that may have a
-    score head.
-    """
+    """Checks a call as `check_kind`, before its adapter is known: that may have a score head."""
     if call.adapter is None or _wanted(call) not in _OF_HEADS:
         check_kind(call, card, None)
 

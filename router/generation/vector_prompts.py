@@ -22,9 +22,7 @@ QUERY, DOCUMENT = "query", "document"
 async def vector_prompts(
     call: GenerationCall, vector: VectorCall, model: TextModel
 ) -> list[Prompt]:
-    """Makes the prompts of texts whose vectors are wanted, in order. Raises RequestError (invalid,
-    context_length).
-    """
+    """Makes the prompts of texts, in order. Raises RequestError (invalid, context_length)."""
     form = model.card.vectors
     before = "" if form is None else prompt_before(vector, form)
     most = model.card.max_context if form is None else form.max_tokens
@@ -58,9 +56,7 @@ async def class_prompts(call: GenerationCall, model: TextModel) -> list[Prompt]:
 async def paired_vector_prompts(
     call: GenerationCall, vector: VectorCall, form: VectorForm, model: TextModel
 ) -> list[Prompt]:
-    """Prompts of queries (one query, where all are the same), then of documents. Each is read
-    alone.
-    """
+    """Prompts of queries (one, where all are the same), then of documents. Each is read alone."""
     reader = TextReader(call, model, form.max_tokens)
     queries = queries_of(vector)
     texts = [
@@ -161,9 +157,7 @@ class TextReader:
         return Prompt(text, ids, ())
 
     def _fitted(self, text: str, tokens: list[T], ids: list[int]) -> list[T]:
-        """Cuts the tokens of a text to as many as the model reads, if the call wants that. ids:
-        of these tokens.
-        """
+        """Cuts a text's tokens to what the model reads, if the call says so. ids: theirs."""
         if self._call.truncate is None or len(ids) <= self.most:
             return tokens
         return self._cut(tokens, *self._inside(text, ids))
@@ -178,9 +172,7 @@ class TextReader:
         return (before + len(own), before) if len(own) < len(ids) else (len(ids), 0)
 
     def _cut(self, ids: list[T], end: int, begin: int) -> list[T]:
-        """Cuts ids to as many as the model reads, if the call wants that. begin, end: of the tokens
-        that may go.
-        """
+        """Cuts ids to what the model reads, if the call says so, between `begin` and `end`."""
         if self._call.truncate is None or len(ids) <= self.most:
             return ids
         room = max(0, self.most - begin - (len(ids) - end))

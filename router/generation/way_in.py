@@ -30,9 +30,7 @@ class ArrivedRequest(msgspec.Struct, frozen=True):
 
 
 class AuthorisedRequest(msgspec.Struct, frozen=True):
-    """A request whose caller may have what it asks for. adapter: the call's, as this caller's.
-    session: as it arrived.
-    """
+    """A request that its caller may make. adapter: as this caller has it. session: as it came."""
 
     request_id: str
     caller: Caller
@@ -61,9 +59,7 @@ class ResolvedRequest(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, model: TextModel, adapter: ServedAdapter | None) -> "ResolvedRequest":
-        """Makes a resolved request, whose model has the classes of its adapter. model:
-        of the base.
-        """
+        """A resolved request; its model has the adapter's classes. model: of the base."""
         classes = None if adapter is None else adapter.manifest.classes
         return cls(model if classes is None else model.under(classes), adapter)
 

@@ -77,9 +77,7 @@ def _check_headers(request: Request, max_bytes: int) -> None:
 
 
 def check_plain(headers: Headers, max_bytes: int) -> None:
-    """Checks that a body comes as it is, and says no length beyond the limit. Raises
-    RequestError.
-    """
+    """Checks a body's head: uncompressed, no length beyond the limit. Raises RequestError."""
     encoding = headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
         raise RequestError(

@@ -4,9 +4,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class ByPort:
-    """Divides requests by port (ASGI): `own` answers those to `port`, `app` the rest and the
-    lifespan.
-    """
+    """Divides requests by port (ASGI): `own` answers on `port`, `app` the rest and lifespan."""
 
     def __init__(self, app: ASGIApp, own: ASGIApp, port: int) -> None:
         self._app = app

@@ -70,9 +70,7 @@ class Edge:
             self._log.end(request, answer.status)
 
     def _route(self, scope: Scope) -> str:
-        """The route's name for metrics. `/` generates when posted to, and is asked for as `/health`
-        is.
-        """
+        """The route's name for metrics. `/` generates when posted to, else it is `/health`."""
         if scope["path"] == "/" and scope["method"] != "POST":
             return "/health"
         return self._paths.get(scope.get("endpoint"), "other")
@@ -111,9 +109,7 @@ class _Answer:
 
 
 def _keep_slashes(scope: Scope) -> None:
-    """Keeps `%2F` in a path: a slash that is written so belongs to an adapter's name, and parts no
-    path.
-    """
+    """Keeps `%2F` in a path: so written, a slash belongs to an adapter's name."""
     raw: bytes = scope.get("raw_path") or b""
     if scope["path"].startswith(_NAMED) and b"%2f" in raw.lower():
         kept = re.sub(rb"%2f", b"%252F", raw, flags=re.I)
@@ -132,9 +128,7 @@ def _id_headers(path: str) -> tuple[bytes, ...]:
 
 
 def _request_id(scope: Scope) -> str:
-    """The request's id: the caller's, if it is one that may stand in logs and headers; else a new
-    one.
-    """
+    """The request's id: the caller's, if logs and headers may have it; else a new one."""
     for name, value in scope["headers"]:
         if name == _ID_HEADER and _ID.match(value):
             return bytes(value).decode()

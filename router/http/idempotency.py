@@ -234,9 +234,7 @@ class Idempotency:
     async def _record_end_late(
         self, name: str, claim: bytes, flight: _Flight, record: _Record | None
     ) -> None:
-        """Records the end later. A store that was late once must not make a request that is done
-        run again.
-        """
+        """Records the end later: a store that was late must not let the request run again."""
         loop = asyncio.get_running_loop()
         until = loop.time() + _LATE_S
         while loop.time() < until:
@@ -298,9 +296,7 @@ def _name(tenant: str, authorization: str, key: str) -> str:
 
 
 def _asks_for_stream(request: Request, body: bytes) -> bool:
-    """Whether a request asks for a stream. APIs state that in a route's name, in the body, or by a
-    header (SageMaker).
-    """
+    """Whether a stream is asked for: by the route's name, the body, or SageMaker's header."""
     if request.url.path == "/generate_stream":
         return True
     try:

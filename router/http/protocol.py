@@ -290,9 +290,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, partial(_unchunked, cycle, app) if is_old else app)
 
     def _end_soon(self) -> None:
-        """Ends the connection soon. An answer that began before the stop did not say that its
-        connection would end.
-        """
+        """Ends the connection soon, where an answer began before the stop and did not say so."""
         self.loop.call_later(LINGER_S, self.loop.call_later, _LAST_READS_S, self._end)
 
     def _end(self) -> None:

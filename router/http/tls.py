@@ -29,9 +29,7 @@ _ENCRYPTED = re.compile(rb"-----BEGIN ENCRYPTED PRIVATE KEY-----|Proc-Type: 4,EN
 
 
 def server_context(cert: Path, key: Path) -> ssl.SSLContext:
-    """Makes the TLS context of a server. cert: the chain. key: unencrypted. Both in PEM. Raises
-    RouterConfigError.
-    """
+    """A server's TLS context. cert: the chain. key: plain. Both PEM. Raises RouterConfigError."""
     if not _CERTIFICATE.search(_read(cert, "--tls-cert")):
         raise RouterConfigError(f"--tls-cert {cert}: it holds no certificate in PEM")
     secret = _read(key, "--tls-key")

@@ -19,9 +19,7 @@ from loraplex.router.lines.records import mark_of
 
 
 class BatchInput:
-    """An input file, read line by line. Lines by their place, from 0. groups: as in
-    `send_order`.
-    """
+    """An input file, line by line, by place from 0. groups: as in `send_order`."""
 
     def __init__(self, path: Path, rules: LineRules = ANY_ROUTE) -> None:
         """Reads the input through, and indexes its lines. Raises BatchError."""

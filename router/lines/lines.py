@@ -24,9 +24,7 @@ _MOST_SHOWN = 80
 
 
 class LineRules(msgspec.Struct, frozen=True):
-    """Rules that a line must keep to. paths: of the routes that lines may ask. max_lines: None = no
-    limit.
-    """
+    """Rules for lines. paths: of routes that lines may ask. max_lines: None = no limit."""
 
     paths: tuple[str, ...] = PATHS
     max_bytes: int = MAX_LINE_BYTES

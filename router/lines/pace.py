@@ -12,9 +12,7 @@ _NEAR = 0.1
 
 
 def pause_s(attempt: int, asked_s: float | None) -> float:
-    """Seconds to wait before another attempt. attempt: from 1. asked_s: the server's
-    Retry-After.
-    """
+    """Seconds before another attempt. attempt: from 1. asked_s: the server's Retry-After."""
     backoff = min(_FIRST_S * 2.0 ** min(attempt - 1, 16), _LONGEST_S)
     return backoff if asked_s is None else min(max(asked_s, 0.0), _LONGEST_S)
 
@@ -48,9 +46,7 @@ class SendPace:
         self._limit = min(float(self._most), self._limit + (_SLOW if is_near else _FAST))
 
     def busy(self, now: float, pause: float) -> None:
-        """Note a refusal. Lines sent together are refused together: the limit halves
-        once a pause.
-        """
+        """Notes a refusal. Lines sent together fail together: the limit halves once a pause."""
         self._active -= 1
         if now >= self._opens_at:
             self._ceiling = self._limit

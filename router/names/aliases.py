@@ -110,9 +110,7 @@ class Aliases:
         return OwnedName(name, tenant) in self.expected or OwnedName(name) in self.expected
 
     def usable_by(self, tenant: str) -> list[Registration]:
-        """Registrations in service that mean something to a caller of this tenant, by name: at most
-        MAX_LISTED.
-        """
+        """Registrations in service for callers of a tenant, by name: at most MAX_LISTED."""
         keys = [*self._index.keys(""), *(self._index.keys(tenant) if tenant else ())]
         names = sorted({_owned(key).name for key in islice(keys, MAX_LISTED)})
         found = (self.find(tenant, name) for name in names)
@@ -238,9 +236,7 @@ class Aliases:
         self._index.add(key, self.get(_owned(key)))
 
     def declare(self, registration: Registration) -> None:
-        """Adds a registration that a file or folder declares. Raises AdapterError when there are
-        too many.
-        """
+        """Adds a declared registration. Raises AdapterError when there are too many."""
         name = registration.key
         if name not in self._declared and len(self._declared) >= MAX_ROWS:
             raise _too_many()
@@ -250,9 +246,7 @@ class Aliases:
         self._changed()
 
     async def drop(self, registration: Registration) -> None:
-        """Removes a registration that is declared no more. registration: as it is remembered,
-        deleted.
-        """
+        """Removes what is declared no more. registration: as remembered, deleted."""
         name = registration.key
         with self._changing(name):
             self._declared.pop(name, None)
@@ -264,9 +258,7 @@ class Aliases:
                 await self._rows.write(str(name), None)
 
     async def write(self, registration: Registration) -> None:
-        """Stores a registration. Raises AdapterError (unavailable, conflict) and then has changed
-        nothing.
-        """
+        """Stores a registration. Raises AdapterError (unavailable, conflict), nothing changed."""
         name, token = registration.key, registration.token
         if token is not None and self.is_shared:
             raise AdapterError(

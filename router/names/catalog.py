@@ -287,9 +287,7 @@ class Catalog:
         return error.code == "not_found" or token is not None or alias.ref.source != "hub"
 
     def _is_own(self, alias: Registration, token: Secret | None) -> bool:
-        """Whether a registration was opened as the operator would, and not with what a caller
-        brought.
-        """
+        """Whether it was opened as the operator's, and not with what a caller brought."""
         return token == self.rules.credential(alias)
 
     async def _serve(
@@ -306,9 +304,7 @@ class Catalog:
         return ServedAdapter(adapter_id, outcome.origin, token, outcome.manifest, base=outcome.base)
 
     async def _resolve_merge(self, choice: MergedChoice, sticky: str) -> ServedAdapter:
-        """Resolves the members of a merge. Every member is authorised for this caller before
-        anything is made of them.
-        """
+        """Resolves a merge's members. Each is authorised before anything is made of them."""
         authorised = self._clock()
         members = await self._members(choice, sticky)
         merge = merge_of(choice, members)

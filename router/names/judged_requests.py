@@ -20,9 +20,7 @@ _MAX_UNWRITTEN = 1 << 12
 
 
 class JudgedRequest(msgspec.Struct, frozen=True):
-    """A request of a name with a rollout. at: Unix seconds. base: see HeldContent. score: once it
-    has one.
-    """
+    """A request of a name with a rollout. at: Unix seconds. base: see HeldContent."""
 
     name: OwnedName
     rollout: str
@@ -78,8 +76,6 @@ class JudgedRequests:
 
 
 def key_of(tenant: str, request_id: str) -> str:
-    """The key of a request's value in the store, among its tenant's. Callers choose ids, so it is
-    of their hash.
-    """
+    """The key of a request's value, among its tenant's. It is of a hash: callers choose ids."""
     text = f"{tenant}\0{request_id}".encode("utf-8", "surrogatepass")
     return f"judged:{tenant}:{blake2b(text, digest_size=16).hexdigest()}"

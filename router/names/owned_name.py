@@ -14,7 +14,5 @@ class OwnedName(msgspec.Struct, frozen=True, order=True):
     tenant: str = ""
 
     def __str__(self) -> str:
-        """Spells the name in one way, for the store, metrics and operators. No reference is written
-        so.
-        """
+        """The one spelling, for store, metrics and operators. No reference is written so."""
         return f"{self.tenant}::{self.name}" if self.tenant else self.name

@@ -235,9 +235,7 @@ def check_served(registration: Registration) -> None:
 
 
 def move(registration: Registration, event: Event) -> Registration:
-    """The state that follows an event. Raises AdapterError (conflict, gone) for what
-    cannot be now.
-    """
+    """The state after an event. Raises AdapterError (conflict, gone) for what cannot be now."""
     state = _NEXT[event].get(registration.state)
     if state is None:
         if registration.state == "deleted":
@@ -302,9 +300,7 @@ def renewed(existing: Registration | None, name: OwnedName, ref: AdapterRef) -> 
 
 
 def check_kept_bytes(others: int, after: Registration, most: int) -> None:
-    """Checks that a tenant may keep so much. others: bytes of the tenant's other names. Raises
-    AdapterError (too_large).
-    """
+    """Checks what a tenant keeps. others: bytes of its other names. Raises AdapterError."""
     nbytes = others + after.kept_bytes
     if nbytes > most:
         raise AdapterError(

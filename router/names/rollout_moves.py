@@ -110,9 +110,7 @@ def copies_needed(rollout: Rollout, digest: str, old_copies: int, workers: int) 
 def rolled_back(
     registration: Registration, digest: str | None, why: str, now: float, by: str
 ) -> Registration:
-    """The registration once a version has no share any more (None: no version). Raises AdapterError
-    (conflict).
-    """
+    """The registration without a version's share (None: any). Raises AdapterError (conflict)."""
     rollout = running(registration)
     versions = tuple(
         msgspec.structs.replace(v, weight=0, live=0, rolled_back=True, why=why)
@@ -153,9 +151,7 @@ def to_promote(registration: Registration, digest: str | None) -> Version:
 
 
 def ended(registration: Registration, now: float, by: str) -> Registration:
-    """The registration once the old version has everything again. Raises AdapterError
-    (conflict).
-    """
+    """The registration with all for the old version. Raises AdapterError (conflict)."""
     running(registration)
     after = msgspec.structs.replace(registration, rollout=None)
     return noted(after, now, "rollout", by, "ended")
@@ -191,9 +187,7 @@ def running(registration: Registration) -> Rollout:
 
 
 def _lowered(version: Version, there: Rollout | None, now: float) -> Version:
-    """A version that comes again, with its counts at zero: old counts say nothing of the version
-    now.
-    """
+    """A version that comes again, its counts at zero: old ones say nothing of it now."""
     if there is None:
         return msgspec.structs.replace(version, live=0)
     known = there.version(version.digest)

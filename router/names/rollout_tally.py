@@ -99,9 +99,7 @@ class RolloutTally:
         self._unreported_scores: dict[str, _Counts] = {}
 
     async def flush(self) -> None:
-        """Writes outcomes to the store. Raises StoreDown; what was not written is kept for the next
-        time.
-        """
+        """Writes outcomes to the store. Raises StoreDown; then the rest waits for the next time."""
         span = int(self._clock()) // SLICE_S
         self._take(span)
         await self._write(self._unreported, lambda rollout: _book(rollout, span), _TTL_S)
@@ -183,8 +181,7 @@ async def no_scores(rollout: Rollout) -> Mapping[str, ScorePair]:
 async def breaches(
     registration: Registration, read: Read, scores: ReadScores
 ) -> AsyncIterator[tuple[str, str]]:
-    """Versions with a share that must go back by their guards: digest, and why. Raises what `read`
-    and `scores` do."""
+    """Versions that must go back by their guards: digest, and why. Raises as `read`, `scores`."""
     rollout, old_digest = registration.rollout, registration.digest
     if rollout is None or rollout.guards is None or old_digest is None:
         return

@@ -85,9 +85,7 @@ class ServedAdapter(msgspec.Struct, frozen=True):
 
 
 def merge_of(choice: MergedChoice, members: Sequence[ServedAdapter]) -> Merge:
-    """Makes the merge that a request names. members: what the choice's members turned out to be.
-    Raises AdapterError.
-    """
+    """The merge that is asked for. members: as they were found. Raises AdapterError."""
     weighted = [
         MergeMember(member.digest, weight)
         for member, weight in zip(members, choice.weights, strict=True)

@@ -39,9 +39,7 @@ class AdapterUse:
         self._waking: set[asyncio.Task[None]] = set()
 
     def hold(self, adapter: ServedAdapter) -> Callable[[], None]:
-        """Notes that a request begins to use an adapter; call what is returned when the request is
-        over.
-        """
+        """Notes that a request begins to use an adapter; call the result when it is over."""
         reference = adapter.adapter_id if adapter.alias is None else ""
         use = Use(adapter.alias, reference, adapter.held)
         self._running[use] = self._running.get(use, 0) + 1
@@ -49,9 +47,7 @@ class AdapterUse:
         return lambda: self._release(use)
 
     def running(self, name: OwnedName, held: HeldContent | None = None) -> int:
-        """Counts the running requests that named an adapter so. held: only those that got this
-        content.
-        """
+        """Counts running requests that named an adapter so. held: of this content alone."""
         return sum(
             count
             for use, count in self._running.items()

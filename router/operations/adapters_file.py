@@ -63,9 +63,7 @@ class NameEntry(msgspec.Struct, frozen=True):
 
 
 class FileContents(msgspec.Struct, frozen=True):
-    """Contents of the adapters file. errors: by name, or WHOLE; what they are about is left as it
-    is.
-    """
+    """The adapters file. errors: by name, or WHOLE; what they are about stays as it is."""
 
     wanted: dict[OwnedName, NameEntry]
     errors: dict[OwnedName, str]
@@ -170,9 +168,7 @@ def plan(contents: FileContents, registrations: Iterable[Registration]) -> FileC
 
 
 class RolloutPlan(msgspec.Struct, frozen=True):
-    """Changes of rollouts that the file asks for. end: names whose rollouts the file
-    wants no more.
-    """
+    """Rollouts that the file changes. end: names whose rollouts it wants no more."""
 
     roll_out: dict[OwnedName, RolloutRequest]
     end: tuple[OwnedName, ...]

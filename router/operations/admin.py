@@ -139,9 +139,7 @@ class AdapterAdmin:
             self.aliases.declare(broken)
 
     def check_free(self, name: OwnedName, origin: Origin | None = None) -> None:
-        """Checks that no declaration, or none of this origin, decides about a name. Raises
-        AdapterError (conflict).
-        """
+        """Checks that no declaration, or none of `origin`, has the name. Raises AdapterError."""
         declared = self.aliases.declared(name)
         if declared is not None and origin in (None, declared.origin):
             where = DECLARED_BY[declared.origin]
@@ -235,9 +233,7 @@ class AdapterAdmin:
     def _wanted_by_declaration(
         self, wanted: Registration, before: Registration | None, replace: bool
     ) -> Registration:
-        """Makes the registration that a file or folder asks for. Raises AdapterError where another
-        comes first.
-        """
+        """The registration that a declaration asks for. Raises AdapterError: another goes first."""
         stronger = ("option",) if wanted.origin == "file" else ("option", "file", "api")
         if before is not None and before.origin in stronger:
             conflicts(before, wanted.ref, replace)
@@ -336,9 +332,7 @@ class AdapterAdmin:
         return self._catalog.rules.credential(registration)
 
     async def fetch(self, registration: Registration, ref: AdapterRef) -> Content:
-        """Fetches the present content of a reference, opened as the registration's own. Raises
-        AdapterError.
-        """
+        """The present content of a reference, opened as the registration's. Raises AdapterError."""
         opened = msgspec.structs.replace(registration, ref=ref)
         return await self._catalog.fetch(ref, self.token(opened))
 

@@ -86,9 +86,7 @@ class DeclarationWatch(ABC):
         }
 
     async def _register(self, request: RegistrationRequest) -> None:
-        """Registers what is declared. Raises AdapterError; then the name is known by what is wrong
-        with it.
-        """
+        """Registers what is declared. Raises AdapterError, which the name then shows."""
         try:
             await self._admin.register(request)
         except AdapterError as error:

@@ -42,9 +42,7 @@ class DeclaredCheck:
         self._ready = asyncio.Event()
 
     async def run(self) -> None:
-        """Checks until each adapter can be had, or was judged and cannot be served; or until
-        cancelled.
-        """
+        """Checks until each adapter is there, or judged unfit; or until cancelled."""
         following = asyncio.create_task(self._follow())
         try:
             async with asyncio.TaskGroup() as tasks:

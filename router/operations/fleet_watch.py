@@ -45,9 +45,7 @@ MAX_WATCHERS = 64
 
 
 class FleetWatch:
-    """Watches the fleet: `look` gives the whole picture; `Changes` what a stream has to
-    send of it.
-    """
+    """Watches the fleet: `look` is the whole picture, `Changes` what a stream sends of it."""
 
     def __init__(
         self,
@@ -80,9 +78,7 @@ class FleetWatch:
         self.closing.set()
 
     def enter(self) -> Callable[[], None]:
-        """Counts a stream that begins; call what is returned when it is over. Raises
-        RequestError.
-        """
+        """Counts a stream; call the result when it is over. Raises RequestError."""
         if self._watchers >= MAX_WATCHERS:
             raise RequestError("overloaded", f"{self._watchers} streams watch the fleet already")
         self._watchers += 1

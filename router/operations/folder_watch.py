@@ -46,9 +46,7 @@ class WatchedFolders(DeclarationWatch):
         self._stamps: dict[OwnedName, Stamp] = {}
 
     async def poll(self) -> None:
-        """Looks; does what is to be done if sub-folders or names have changed, or something failed
-        a while ago.
-        """
+        """Looks, and acts if sub-folders or names have changed, or something failed before."""
         began = self._clock()
         is_certain = await asyncio.to_thread(self._look)
         self.pause_s = max(POLL_S, (self._clock() - began) / _LOOK_SHARE)

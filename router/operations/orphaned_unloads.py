@@ -30,9 +30,7 @@ class OrphanedUnloads:
         await every(TICK_S, self.step)
 
     async def step(self) -> None:
-        """Takes over each unload whose router was also missing at the last look. Raises
-        StoreDown.
-        """
+        """Takes over unloads whose router was missing at the last look, too. Raises StoreDown."""
         before, self._left = self._left, set()
         unloading = {(r.key, r.drainer) for r in self._aliases.marked("unloading")}
         if not unloading or not self._admin.workers.ready:

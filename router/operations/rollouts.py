@@ -112,9 +112,7 @@ class Rollouts:
         return done
 
     def take_back_here(self, name: OwnedName, digest: str, why: str) -> None:
-        """Takes a version back as a guard's `roll_back`, for this router alone: the others do not
-        hear of it yet.
-        """
+        """Takes a version back as a guard, for this router alone: others do not hear of it."""
         there = self._admin.get(name)
         after = rolled_back(there, digest, why, self._admin.clock(), GUARD)
         self._admin.aliases.note(there, after)
@@ -149,9 +147,7 @@ class Rollouts:
         return await self.revert(name, digest, by)
 
     async def revert(self, name: OwnedName, digest: str | None, by: str) -> Registration:
-        """Sets a name back without a rollout to an earlier content, if its source has
-        that still.
-        """
+        """Sets a name back to an earlier content, without a rollout, if its source has that."""
         admin = self._admin
         admin.check_free(name)
         async with admin.lock(name):
@@ -167,9 +163,7 @@ class Rollouts:
         return done
 
     async def _fetch_earlier(self, registration: Registration, ref: str) -> Content:
-        """Fetches an earlier content of a name. Raises AdapterError (conflict) when its source has
-        it no more.
-        """
+        """An earlier content of a name. Raises AdapterError (conflict) when its source lost it."""
         try:
             return await self._admin.fetch(registration, parse_ref(ref))
         except AdapterError as error:
@@ -189,9 +183,7 @@ class Rollouts:
     async def _version(
         self, registration: Registration, ref: AdapterRef, weight: int, declared: Declared | None
     ) -> Version:
-        """Makes a version of a rollout. One that is there already means what it meant, unless it
-        has failed.
-        """
+        """Makes a version of a rollout; one that is there stays, unless it has failed."""
         there = registration.rollout
         for version in () if there is None else there.versions:
             if version.ref == ref and stays_back(version, weight, there, declared):

@@ -36,9 +36,7 @@ def watch_state(
     catalog: Catalog,
     dispatcher: Dispatcher,
 ) -> None:
-    """Registers the metrics of requests, queue, workers and adapters. Called once, when the parts
-    are built.
-    """
+    """Registers metrics of requests, queue, workers and adapters, once, at the build."""
     meters = metrics.meters
     text = "Requests being answered"
     if bases.have_names:
@@ -139,9 +137,7 @@ def _watch_adapters(metrics: RouterMetrics, aliases: Aliases) -> None:
 
 
 def watch_declared(metrics: RouterMetrics, aliases: Aliases, declarations: Declarations) -> None:
-    """Registers the gauge of declared adapters that cannot be served. Called once, when the parts
-    are built.
-    """
+    """Registers the gauge of declared adapters that cannot be served, once, at the build."""
 
     def broken() -> Iterator[Row]:
         yield ("option",), len(aliases.marked("broken option"))
@@ -178,9 +174,7 @@ def _infos(aliases: Aliases, names: Iterable[OwnedName]) -> Iterator[Row]:
 
 
 def watch_sharing(metrics: RouterMetrics, sharing: Sharing, tenancy: Tenancy) -> None:
-    """Registers the metrics of Redis, routers that share quotas, refusals and keys. Called once,
-    when the parts are built.
-    """
+    """Registers metrics of Redis, sharing routers, refusals and keys, once, at the build."""
     meters, admission = metrics.meters, tenancy.metering.admission
     meters.watch("redis_up", "Whether Redis answers, or none is shared", lambda: sharing.is_up)
     meters.watch("routers", "Live routers that share quotas", lambda: admission.routers)

@@ -77,9 +77,7 @@ class AdapterWorkers:
         return found
 
     async def warm(self, content: Content, token: Secret | None, copies: int) -> None:
-        """Brings an adapter to the devices of so many workers, its homes first. Raises AdapterError
-        for fewer.
-        """
+        """Brings an adapter to so many devices, its homes first. Raises AdapterError for fewer."""
         sessions = [session for session in self._sessions(content.base) if session.view.able]
         ranking = rank(home_key(content.ref), [session.worker_id for session in sessions])
         sessions.sort(key=lambda session: ranking[session.worker_id])
@@ -104,9 +102,7 @@ class AdapterWorkers:
         return sum(session.view.able for session in self._sessions(base))
 
     async def evict(self, held: HeldContent) -> str | None:
-        """Evicts an adapter from device and host memory of every worker of its base. Returns what
-        went wrong.
-        """
+        """Evicts an adapter from all workers of its base. Returns what went wrong."""
         problems = []
         for session in self._sessions(held.base):
             with contextlib.suppress(WorkerLost):  # then its memory is its own business

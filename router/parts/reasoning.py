@@ -40,15 +40,11 @@ class Reasoning(msgspec.Struct, frozen=True):
         return prompt.rstrip().endswith(self.opens)
 
     def reader(self, begun: bool = False) -> PartsReader:
-        """Makes a reader that divides reasoning from the answer. begun: the answer begins inside
-        the reasoning.
-        """
+        """A reader of reasoning and answer. begun: the answer begins inside the reasoning."""
         return StepsReader(lambda scan: self._steps(scan, begun))
 
     def _steps(self, scan: Scan, begun: bool) -> Steps[None]:
-        """Divides an answer whose reasoning stands at its begin. Newlines beside markers belong to
-        no part.
-        """
+        """Divides reasoning, which comes first. Newlines beside markers are of no part."""
         yield from scan.spaces()
         opened = yield from scan.one_of(self.opens)
         if not opened and not begun:

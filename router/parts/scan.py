@@ -53,9 +53,7 @@ class Scan:
         self.start = self.at
 
     def drop_space(self) -> None:
-        """Drop the characters that are read: space around a call or a marker. Between two texts it
-        stays.
-        """
+        """Drops space that was read around a call or marker. Between two texts it stays."""
         if self._wrote and not self._gap:
             taken = self._taken()
             self._gap = taken[: len(taken) - len(taken.lstrip(WHITESPACE))]
@@ -200,9 +198,7 @@ class Scan:
 
 
 def by_length(words: Sequence[str]) -> list[str]:
-    """Sorts words, the longest first: a pattern of these finds the longest of those that begin at a
-    place.
-    """
+    """Sorts words, the longest first, so that a pattern of them finds the longest."""
     return sorted(words, key=len, reverse=True)
 
 

@@ -9,9 +9,7 @@ _PURPOSES = ("vision", "user_data")
 
 
 class UploadedPictures:
-    """Uploaded pictures of one request. store: None = there are no files. most_bytes: of all of
-    them together.
-    """
+    """Uploaded pictures of a request. store: None = no files. most_bytes: of all together."""
 
     def __init__(self, store: FileStore | None, most_bytes: int, tenant: str = "") -> None:
         self._store = store

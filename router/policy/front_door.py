@@ -36,9 +36,7 @@ class FrontDoor:
         self._most = most
 
     def enter(self) -> bool:
-        """Counts a connection that was opened, and says whether it may stay. `leave` follows in any
-        case.
-        """
+        """Counts a new connection, and says whether it may stay. `leave` follows anyway."""
         self.open += 1
         return self.open <= self._most
 

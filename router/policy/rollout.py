@@ -44,9 +44,7 @@ class HeldContent(NamedTuple):
 
 
 class Content(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The content of a reference. ref: with its commit, for sources that have one. base: see
-    HeldContent.
-    """
+    """The content of a reference. ref: with its commit, if any. base: see HeldContent."""
 
     ref: AdapterRef
     manifest: AdapterManifest
@@ -163,9 +161,7 @@ def sticky_value(tenant: str, user: str | None, key_id: str, request_id: str) ->
 
 
 def _score(rollout: str, version: str, sticky: str, weight: int) -> float:
-    """A version's score for a caller. The least one wins: exponential draws at the rates of the
-    weights.
-    """
+    """A version's score for a caller; the least wins. Exponential draws at the weights' rates."""
     if not weight:
         return math.inf
     text = f"{rollout}\0{version}\0{sticky}".encode("utf-8", "surrogatepass")

@@ -65,9 +65,7 @@ class _Ask(msgspec.Struct, frozen=True):
 
 
 class _Place(msgspec.Struct, frozen=True):
-    """Place where an answer may be stored. earlier: items of the conversation. body:
-    the request's.
-    """
+    """A place for an answer. earlier: items of the conversation. body: the request's."""
 
     tenant: str
     name: str
@@ -128,9 +126,7 @@ class ResponseDesk:
         return response
 
     async def get(self, tenant: str, name: str, param: str | None = None) -> StoredResponse:
-        """Returns a stored answer. Raises RequestError (response_not_found), also for one that has
-        expired; StoreDown.
-        """
+        """A stored answer. Raises RequestError (response_not_found), if expired, too; StoreDown."""
         return (await self._read(tenant, name, param))[1]
 
     async def delete(self, tenant: str, name: str) -> None:
@@ -244,8 +240,7 @@ class ResponseDesk:
             asking.cancel()
 
     async def _advance(self, place: _Place, stored: StoredResponse) -> bool:
-        """Stores what an open answer is now. False = a router cancelled or deleted it. Raises as a
-        shelf."""
+        """Stores an open answer's state. False = it was cancelled or deleted. Raises as a shelf."""
         new = await off_loop(stored.pack)
         while blob := await self.shelf.shelved(place.tenant, place.name):
             if not unpack(blob).alive_until:

@@ -75,9 +75,7 @@ class AdapterRoutes:
         self._body_limits = body_limits
 
     def current(self, endpoint: Endpoint) -> Endpoint:
-        """Makes an endpoint whose answer includes what other routers registered before
-        the request.
-        """
+        """The endpoint, whose answer has what other routers registered before the request."""
 
         async def answer(request: Request) -> Response:
             with contextlib.suppress(StoreDown):  # then what is known is shown
@@ -318,9 +316,7 @@ class AdapterRoutes:
         return self._object(registration, tiers, await self._ends(registration))
 
     async def _ends(self, registration: Registration) -> list[EndToken] | None:
-        """Lists the tokens at which answers of an adapter end; None where they cannot
-        be found now.
-        """
+        """Tokens that end an adapter's answers; None where they cannot be found now."""
         content = registration.content
         model = None if content is None else self._service.bases.of(content.base).text
         if model is None or content is None:
@@ -365,9 +361,7 @@ def _named(request: Request) -> OwnedName:
 
 
 def _named_in_body(request: Request, name: str, tenant: str | None) -> OwnedName:
-    """Returns the name that a body gives. Raises RequestError for a tenant that the query says: it
-    would be lost.
-    """
+    """The name in a body. Raises RequestError for a tenant in the query, which would be lost."""
     require(parse_tenant(request.query_params) is None, "say it in the body", "tenant")
     request.state.target, request.state.tenant = name, tenant or ""
     return OwnedName(name, tenant or "")

@@ -42,9 +42,7 @@ _CAUSES: dict[int, Cause] = {404: "route_not_found", 405: "method_not_allowed"}
 
 
 def build_app(service: Service) -> ASGIApp:
-    """Builds the application, to be served by one process. It connects to the workers in its
-    lifespan.
-    """
+    """Builds the application of one process. Its lifespan connects to the workers."""
     info = InfoRoutes(service)
     errors = _Errors(service.errors)
     routes = [
@@ -323,15 +321,11 @@ class _Errors:
         return Response(answer.body, answer.status, headers)
 
     async def on_client_gone(self, request: Request, error: Exception) -> Response:
-        """Answers a request whose client has gone: nobody reads it; the status is for
-        the counters.
-        """
+        """Answers where the client has gone: nobody reads it, the status is for counters."""
         return Response(status_code=CLIENT_GONE_STATUS)
 
     async def on_unforeseen_error(self, request: Request, error: Exception) -> Response:
-        """Answers after an unforeseen error. The answer shows nothing of it; the log has it under
-        the request's id.
-        """
+        """Answers after an unforeseen error, which the log shows under the request's id."""
         message = f"internal error; request id {request.state.request_id}"
         return await self.on_request_error(request, RequestError("internal", message))
 

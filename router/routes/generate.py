@@ -85,9 +85,7 @@ class GenerateRoutes:
         return endpoint
 
     def _plain(self, parse: PlainParse, dialect_of: DialectOf | None = None) -> Endpoint:
-        """Makes an endpoint that reads a body once its JSON is decoded. dialect_of: of a body; None
-        = the route's own.
-        """
+        """An endpoint for decoded JSON. dialect_of: of a body; None = the route's own."""
 
         async def endpoint(request: Request) -> Response:
             def read(body: bytes, limits: ApiLimits, bearer: str | None) -> ApiRequest:
@@ -125,9 +123,7 @@ async def answered(service: Service, request: Request, parse: Parse) -> Response
 
 
 def _dialect_of_generate(plain: dict[str, Any]) -> Dialect:
-    """Finds in which API's form a body to `/generate` gets its errors. Raises RequestError for a
-    mixture of shapes.
-    """
+    """The API whose form the errors of `/generate` have. Raises RequestError for a mixture."""
     is_native = lmdeploy.is_native(plain) or sglang.is_native(plain)
     return "openai" if is_native else "lorax"
 

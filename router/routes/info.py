@@ -57,9 +57,7 @@ class InfoRoutes:
         return json_response(Health("live"))
 
     async def ready(self, request: Request) -> Response:
-        """Answers whether a new request would find a worker, and the operator's adapters their
-        names.
-        """
+        """Says if a request would find a worker, and the operator's adapters their names."""
         why = self._service.why_not_ready()
         if why is None:
             return json_response(Health("ready"))
@@ -117,9 +115,7 @@ class InfoRoutes:
         return json_response(VersionAnswer(VERSION))
 
     async def openapi(self, request: Request) -> Response:
-        """Shows the API's description. It is made anew when the limits change, which come with a
-        model.
-        """
+        """Shows the API's description, made anew when the limits of a model change it."""
         limits = self._service.bases.limits()
         if self._described is None or self._described[0] != limits:
             access = Access(
@@ -203,9 +199,7 @@ class InfoRoutes:
         return msgspec.structs.replace(of_base, id=adapter.name, root=root, parent=parent)
 
     async def _names_for_anyone(self, request: Request) -> list[str]:
-        """Lists names of adapters for any caller: one without a good key sees the model and the
-        limits alone.
-        """
+        """Names of adapters for a caller: none without a good key, who sees the limits alone."""
         try:
             return [one.name for one in self._good(await self._caller(request))]
         except RequestError:
@@ -228,9 +222,7 @@ class FleetRoute:
         self._watch = watch
 
     async def fleet(self, request: Request) -> Response:
-        """Shows the fleet; with `Accept: text/event-stream` an event a second, until the client
-        leaves.
-        """
+        """Shows the fleet; as `text/event-stream` once a second, until the client leaves."""
         if not takes_events(request):
             whole = await until_disconnect(request, self._watch.look())
             return json_response(whole, headers=_NO_STORE)
@@ -283,9 +275,7 @@ class SglangRoutes:
         return Response()
 
     async def flush(self, request: Request) -> Response:
-        """Refuses to flush the cache: nothing can be flushed. SGLang's answer to that is a 400,
-        too.
-        """
+        """Refuses: nothing can be flushed. SGLang's answer to that is a 400, too."""
         await self._service.tenancy.identify(request.headers.get("authorization"))
         raise RequestError(
             "unsupported",

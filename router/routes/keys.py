@@ -155,9 +155,7 @@ class UsageRoutes:
         return json_response(AuditList(await self._tenancy.audit.newest(count)))
 
     async def _whose(self, request: Request) -> str | None:
-        """The tenant whose use the caller may see, and asks for; None = all of them. Raises
-        RequestError.
-        """
+        """The tenant whose use is shown to the caller; None = all tenants. Raises RequestError."""
         asked = parse_tenant(request.query_params)
         try:
             self._operator.check(request)

@@ -108,9 +108,7 @@ class OperatorRoutes:
         self.body_limits = BodyLimits(MAX_BODY_BYTES, service.config.body_timeout_s)
 
     def check(self, request: Request) -> None:
-        """Checks that a request may use the operator's routes. Raises RequestError (unauthorized,
-        forbidden).
-        """
+        """Checks who asks for the route. Raises RequestError (unauthorized, forbidden)."""
         self._gate.check(request.headers)
 
     async def _admit(self, request: Request, right: Right | None) -> None:

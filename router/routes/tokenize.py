@@ -55,9 +55,7 @@ class TokenizeRoutes:
         self.render_texts = partial(self._render, parse=completions.parse, prefix="cmpl")
 
     async def tokenize(self, request: Request) -> Response:
-        """Tokenises a text or a chat. LoRAX's shape is answered in LoRAX's, errors too; vLLM's two
-        in vLLM's.
-        """
+        """Tokenises a text or a chat, in LoRAX's shape, errors too, or in one of vLLM's two."""
         caller = await self._caller(request)
         body = await read_json_body(request, self._body_limits)
         base = self._service.bases.likeliest.require_for(caller)
@@ -159,9 +157,7 @@ class TokenizeRoutes:
 
 
 def _uncut(call: GenerationCall) -> GenerationCall:
-    """Returns the call with a prompt of any length, unless it asks to be cut: counting must not
-    refuse.
-    """
+    """The call with a prompt of any length, unless it is cut: counting must not refuse."""
     return call if call.truncate else msgspec.structs.replace(call, truncate=MAX_INT32)
 
 

@@ -78,9 +78,7 @@ def _grammar(shape: Grammar, writer: Lark) -> str:
 
 
 def _tags(shape: StructuralTag, writer: Lark) -> str:
-    """The expression for a structural tag. Free text holds no trigger: each trigger begins one of
-    its tags.
-    """
+    """A structural tag. Free text holds no trigger: each trigger begins one of its tags."""
     triggers = [
         trigger
         for trigger in dict.fromkeys(shape.triggers)

@@ -50,8 +50,7 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """A text of a context-free grammar: llguidance's Lark, or GBNF as llama.cpp and xgrammar have
-    it."""
+    """A text of a context-free grammar: llguidance's Lark, or GBNF as llama.cpp has it."""
 
     source: str
     syntax: Literal["lark", "gbnf"]

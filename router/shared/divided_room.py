@@ -4,9 +4,7 @@ from itertools import islice
 
 
 class DividedRoom:
-    """Keys by owner, each owner's from the oldest on. No owner's keys push out those of one that
-    has fewer.
-    """
+    """Keys by owner, each owner's oldest first. None push out those of an owner with fewer."""
 
     def __init__(self) -> None:
         self._owned: dict[str, dict[str, None]] = {}

@@ -58,9 +58,7 @@ class RedisLink:
         self._working: set[asyncio.Task[Any]] = set()
 
     async def call(self, work: Callable[[], Awaitable[T]], least_s: float = 0.0) -> T:
-        """Runs a call to Redis within its time. least_s: that it may take in any case. Raises
-        StoreDown.
-        """
+        """Runs a call to Redis in its time, of at least `least_s`. Raises StoreDown."""
         if not self.is_up:
             raise StoreDown("Redis does not answer")
         try:
@@ -107,9 +105,7 @@ class RedisLink:
                 delay = min(2 * delay, _LONGEST_DELAY_S)
 
     async def _work(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Runs a call in a task of its own, which may outlive its caller. Raises StoreDown after
-        `close`.
-        """
+        """Runs a call as a task, which may outlive its caller. Raises StoreDown after `close`."""
         if self._closed:
             raise StoreDown("the connection to Redis is closed")
         task = cast("asyncio.Task[Any]", asyncio.current_task())
@@ -167,9 +163,7 @@ def _client(url: str, password: str | None) -> Redis:
 
 
 def _check(url: str, pool: BlockingConnectionPool) -> None:
-    """Checks a URL of Redis. Raises ValueError for what would fail at every connection, or mean
-    another database.
-    """
+    """Checks Redis's URL. Raises ValueError for what always fails, or means another database."""
     parts = urlsplit(url)
     if url.startswith("unix://"):
         if parts.path.strip("/") == "":

@@ -104,9 +104,7 @@ class Replica(Generic[T]):
         await self._refreshing.run(None, self._refresh)
 
     async def write(self, key: str, value: bytes | None) -> None:
-        """Writes a row to the store and the copy; None deletes it. Raises StoreDown, TableFull,
-        Conflict.
-        """
+        """Writes a row here and there; None deletes it. Raises StoreDown, TableFull, Conflict."""
         before = self._rows.get(key)
         row = Row(1 if before is None else before.revision + 1, value or b"")
         if not await self._put(key, row):

@@ -8,9 +8,7 @@ _SLEW = 0.1
 
 
 class SteadyClock:
-    """A clock that never goes back. A wall clock that is set anew is followed at a tenth of the
-    time's pace.
-    """
+    """A clock that never goes back. It follows a wall clock's new time at a tenth of its pace."""
 
     def __init__(
         self,

@@ -43,9 +43,7 @@ class Table(msgspec.Struct, frozen=True):
 
 
 def life_of(version: str) -> str:
-    """The life of a table in its version. A table that was lost and is written again has another
-    life.
-    """
+    """The life in a table's version. A table that was lost and written again has another."""
     return version.partition(":")[0]
 
 
@@ -72,9 +70,7 @@ class Store(Protocol):
     async def set(self, key: str, value: bytes, ttl_s: float) -> None: ...
 
     async def add(self, key: str, value: bytes, ttl_s: float) -> bytes | None:
-        """Sets a value if there is none, and returns None. A value that is there stays: it is
-        returned.
-        """
+        """Sets a value if there is none, and returns None; else returns the one that is there."""
         ...
 
     async def swap(self, key: str, old: bytes, new: bytes | None, ttl_s: float) -> bool:
@@ -86,9 +82,7 @@ class Store(Protocol):
     async def version(self, table: str) -> str: ...
 
     async def read(self, table: str, since: str = "") -> Table:
-        """Reads a table. since: a version; then rows that were not written after it may be left
-        out.
-        """
+        """Reads a table. since: a version; rows that are no newer may be left out."""
         ...
 
     async def put(self, table: str, key: str, row: Row) -> bool:
@@ -135,9 +129,7 @@ class Store(Protocol):
     async def admit(self, ask: Ask) -> Verdict: ...
 
     async def settle(self, settlement: Settlement) -> tuple[int, int]:
-        """Settles requests. Returns the store's time in ms, and for how many subjects
-        it counted.
-        """
+        """Settles requests. Returns the store's time in ms, and for how many subjects."""
         ...
 
     async def renew(self, asks: Sequence[Ask]) -> None:

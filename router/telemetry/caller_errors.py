@@ -28,9 +28,7 @@ class CallerErrors:
         self._records = NewestKept[tuple[str, str, str], ErrorObject](MAX_ERRORS)
 
     def note(self, request: Request, error: RequestError) -> None:
-        """Notes an error. Routes and methods that there are not are counted only: strangers ask for
-        many.
-        """
+        """Notes an error; of no route or method only the count: strangers ask for many."""
         is_generation = request.method == "POST" and request.scope["path"] in GENERATION_PATHS
         kind = "generation" if is_generation else "other"
         self._metrics.request_errors.labels(error.cause, kind).inc()

@@ -273,9 +273,7 @@ class _OfBase(Generic[M]):
 
 
 class AnswerMetrics:
-    """Measurements of one base's answers: series of the families in `RouterMetrics`, by the same
-    names.
-    """
+    """Measurements of one base's answers: series of `RouterMetrics`' families, so named."""
 
     def __init__(self, metrics: RouterMetrics, base: str) -> None:
         def alone(family: M) -> M:

@@ -69,9 +69,7 @@ class RequestObserver:
     # The way in
 
     def asked(self, call: GenerationCall, tenant: str, base_name: str, base: str) -> None:
-        """Notes that a caller who may asks for an answer, and there are workers. base: see
-        `of_base`.
-        """
+        """Notes that a caller may have an answer, and there are workers. base: as of `of_base`."""
         self._began, self._call = self.clock(), call
         self.of_base(base)
         if call.vector is not None:
@@ -84,9 +82,7 @@ class RequestObserver:
         self._charge.base = base
 
     def resolved(self, began: float) -> None:
-        """Notes that the adapter's name is resolved. began: when its adapter's name began to be
-        looked up.
-        """
+        """Notes that the adapter's name is resolved. began: when that began."""
         self._looked_up("ready", began)
 
     def unresolved(self, began: float) -> None:
@@ -187,9 +183,7 @@ class RequestObserver:
                     histogram.observe(size)
 
     def failed(self, *, excused: bool) -> None:
-        """Notes that a request ended in an error. excused: whatever adapter it had would have
-        failed.
-        """
+        """Notes that it ended in an error. excused: with any adapter it would have failed."""
         self._top.count(self._name, _ERRORS)
         self._outcome = "excused" if excused else "failed"
 
@@ -198,9 +192,7 @@ class RequestObserver:
         self._report(error)
 
     def stopped(self, *, by_failure: bool) -> None:
-        """Notes that a request ended before its answer was whole: by a failure, or since its client
-        left.
-        """
+        """Notes an end before the answer was whole: a failure, or its client left."""
         self._charge.outcome = "failed" if by_failure else "cancelled"
         self._own.choices_ended.labels("error" if by_failure else "abort").inc()
         if not by_failure:
@@ -283,8 +275,7 @@ class SequenceObserver:
         self._trace.stage("placement", self._placed_at, self._submitted_at, self._notes)
 
     def received(self, event: TokenEvent) -> float:
-        """Notes that an event came from the worker; returns when, in seconds of
-        `time.monotonic`."""
+        """Notes an event of the worker; returns when it came, in seconds of `time.monotonic`."""
         now = time.monotonic()
         if not self._received_at and (event.token_ids or event.vector is not None):
             self._received_at, self._prefill_s = now, now - self._submitted_at

@@ -31,9 +31,7 @@ _BILLION = 1_000_000_000
 
 
 class OtelTrace:
-    """A request's spans, recorded by OpenTelemetry. clock: the event loop's; spans want Unix
-    nanoseconds.
-    """
+    """A request's spans in OpenTelemetry. clock: the loop's; spans want Unix nanoseconds."""
 
     def __init__(self, tracer: Tracer, parent: Context, clock: Callable[[], float]) -> None:
         self._tracer = tracer
@@ -90,9 +88,7 @@ class OtelTracing:
         self._propagator = TraceContextTextMapPropagator()
 
     def begin(self, headers: Mapping[str, str]) -> OtelTrace:
-        """Begins the trace of a request. headers: the request's, of which W3C's may
-        name a parent.
-        """
+        """Begins a request's trace. headers: the request's; W3C's may name a parent."""
         return OtelTrace(self._tracer, self._propagator.extract(headers), self._clock)
 
     def close(self) -> None:

@@ -44,9 +44,7 @@ class TopAdapters:
         self._ranked_at: float | None = None
 
     def count(self, name: OwnedName, what: int, amount: float = 1) -> None:
-        """Adds to a count of an adapter. name: a registered one, BASE or OTHER. what: an index into
-        COUNTS.
-        """
+        """Adds to a count. name: a registered adapter, BASE or OTHER. what: index into COUNTS."""
         amounts = self._pending.get(name)
         if amounts is None:
             amounts = self._pending[name] = _none()

@@ -39,9 +39,7 @@ def make_tracing(config: RouterConfig) -> Tracing:
 
 
 def check_tracing(config: RouterConfig) -> None:
-    """Checks the options of tracing. Raises ValueError for an endpoint that cannot be, or without
-    the extra that it needs.
-    """
+    """Checks the options. Raises ValueError: no such endpoint, or the extra is missing."""
     endpoint = config.otlp_endpoint
     if not endpoint:
         return

@@ -121,9 +121,7 @@ class Admission:
         self._used_up[subjects] = time.monotonic() + verdict.retry_ms / 1000, verdict
 
     def settle(self, admitted: Admitted, used: int) -> None:
-        """Settles a request, without waiting. What cannot be reported expires: places soon, tokens
-        as they refill.
-        """
+        """Settles a request, without waiting. Unreported places expire soon; tokens refill."""
         self._live.pop(admitted.ask.lease, None)
         if len(self._tasks) >= MAX_BACKLOG:
             return

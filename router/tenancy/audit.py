@@ -21,9 +21,7 @@ _MAX_UNWRITTEN = 10_000
 
 
 class Audit:
-    """Records operators' actions. Never waits for the store: what is unwritten is bounded, and goes
-    as soon as it can.
-    """
+    """Records operators' actions without waiting for the store, within bounds, until it can."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

@@ -120,9 +120,7 @@ class Keyring:
         raise RequestError("key_not_found", f"no key {key_id[:80]!r}")
 
     async def create(self, wanted: ApiKey) -> tuple[ApiKey, str]:
-        """Makes a key. wanted: without its digest. Returns it, and the secret itself. Raises
-        RequestError.
-        """
+        """Makes a key. wanted: without digest. Returns it, and its secret. Raises RequestError."""
         if any(key.id == wanted.id for key in self.all()):
             raise RequestError("conflict", f"there is a key {wanted.id!r} already")
         secret = new_secret()
@@ -169,9 +167,7 @@ class Keyring:
             raise RequestError("conflict", f"key {key_id!r} has just changed") from error
 
     async def _look(self) -> None:
-        """Looks for keys that another router may have made just now. Callers at the same time share
-        one look.
-        """
+        """Looks for keys that others may just have made; callers at one time share a look."""
         arrived = self._clock()
         async with self._looking:
             if not self._is_up() or self._looked_at >= arrived:
@@ -193,9 +189,7 @@ class Keyring:
         self._index()
 
     async def _follow(self, file: Path) -> None:
-        """Reads the file again when it changes. A file that cannot be used changes nothing; it is
-        logged once.
-        """
+        """Reads the file when it changes. One that cannot be used is logged once, and left."""
         stamp = await asyncio.to_thread(stamp_of, file)
         while True:
             await asyncio.sleep(FILE_POLL_S)

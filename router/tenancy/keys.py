@@ -128,9 +128,7 @@ NOBODY = Caller()
 
 
 def check_key(key: ApiKey | None, digest: str, now: float) -> ApiKey:
-    """Checks that a key is good. Raises RequestError (unauthorized) unless the key with this digest
-    is good now.
-    """
+    """Checks that the key with this digest is good now. Raises RequestError (unauthorized)."""
     if key is None:
         raise RequestError("unauthorized", "no such key: it is wrong, or was deleted")
     if digest != key.digest and now >= key.previous_until:

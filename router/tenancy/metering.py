@@ -128,9 +128,7 @@ class Metering:
         return newest
 
     async def flush(self) -> None:
-        """Writes usage to the store. Raises StoreDown; what was not written is kept for the next
-        time.
-        """
+        """Writes usage to the store. Raises StoreDown; then the rest waits for the next time."""
         async with self._flushing:
             await self._flush()
 

@@ -49,9 +49,7 @@ class ExposureError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Tenancy:
-    """Everything about callers: keys, usage and the audit log. needs_keys: whether callers are
-    asked for one.
-    """
+    """All about callers: keys, usage, the audit log. needs_keys: callers must have a key."""
 
     needs_keys: bool
     keyring: Keyring
@@ -60,9 +58,7 @@ class Tenancy:
     vouchers: Vouchers
 
     async def identify(self, authorization: str | None) -> Caller:
-        """Finds the caller of a request. authorization: the header. Raises RequestError
-        (unauthorized, unavailable).
-        """
+        """The caller that the header names. Raises RequestError (unauthorized, unavailable)."""
         scheme, _, given = (authorization or "").partition(" ")
         if scheme == VOUCHER_SCHEME and (said := self.vouchers.read(given)) is not None:
             found = self.keyring.stand_in(*said) if self.needs_keys else NOBODY

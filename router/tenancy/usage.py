@@ -120,9 +120,7 @@ class Pending:
                 book[counter] = book.get(counter, 0) + amount
 
     def take(self) -> tuple[str, dict[str, int]] | None:
-        """Takes one book's name and counters. What could not be written is given back:
-        `give_back`.
-        """
+        """Takes a book's name and counters; `give_back` returns what was not written."""
         if not self._books:
             return None
         (tenant, day), counters = self._books.popitem()

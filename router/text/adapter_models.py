@@ -21,9 +21,7 @@ _Key = tuple[tuple[OwnToken, ...], int]
 
 
 class AdapterModels:
-    """Text models of adapters: made when an adapter is first used, in turn, and kept while they are
-    used.
-    """
+    """Text models of adapters: made at the first use, in turn, and kept while in use."""
 
     def __init__(self) -> None:
         self._kept: Recent[_Key, TextModel] = Recent(MAX_MODELS)

@@ -82,9 +82,7 @@ class Detokenizer:
         return self._new(text) if self._known else text
 
     def flush(self) -> str:
-        """The text that was held back, once no more tokens will come. Nothing may be pushed after
-        it.
-        """
+        """The text that was held back, at the end. Nothing may be pushed after it."""
         return self._new(self._decoder.flush())
 
     def held(self) -> str:
@@ -109,9 +107,7 @@ class Detokenizer:
         return self._tokens.is_special(token_id)
 
     def _begin(self, ids: Sequence[int]) -> int:
-        """Reads the first tokens, and counts those it took until what is done only at the start was
-        over.
-        """
+        """Reads the first tokens; counts them until what is done at the start alone is over."""
         for count, token_id in enumerate(ids):
             if self._decoder.begun:
                 return count
@@ -141,9 +137,7 @@ class Detokenizer:
         return text[count:]
 
     def _without_space(self, token_id: int, token: str, text: str) -> str:
-        """The text without a space before an added token that follows an added token,
-        as in vLLM.
-        """
+        """The text without the space between two added tokens, as in vLLM."""
         added, after = self._tokens.is_added(token_id), self._after_added
         self._after_added = added
         return token if added and after and text.lstrip(" ") == token.lstrip(" ") else text

@@ -243,9 +243,7 @@ class TextModel:
 
     @property
     def new_vocab_size(self) -> int | None:
-        """The size of a vocabulary that is larger than the base's, else None, as `GenerateRequest`
-        has it.
-        """
+        """The size of a vocabulary beyond the base's, else None, as of `GenerateRequest`."""
         size = self.card.vocab_size
         return size if size > self.base_card.vocab_size else None
 
@@ -253,9 +251,7 @@ class TextModel:
         return 0 <= token_id < self.card.vocab_size
 
     def _spelled(self, token_id: int) -> str:
-        """The spelling of a token that covers nothing of its text, since it was added around the
-        text.
-        """
+        """The spelling of a token that was added around a text, and covers none of it."""
         return self.token_text(token_id) if self.is_special(token_id) else ""
 
     def _text_of(self, token: str) -> str:
@@ -281,9 +277,7 @@ class TextModel:
         return text.encode()
 
     def _repeated(self, ids: Sequence[int]) -> int:
-        """Counts the tokens put before a text that the text itself begins with: all of
-        them, or 0.
-        """
+        """Counts the tokens before a text that it begins with itself: all of them, or 0."""
         size = len(self._prefix)
         return size if tuple(ids[size : 2 * size]) == self._prefix else 0
 

@@ -23,9 +23,7 @@ _EACH_S = 0.0002
 
 
 class StopMatch(NamedTuple):
-    """A match of a stop pattern. start, end: characters of the text before it, and up
-    to its end.
-    """
+    """A match of a stop pattern. start, end: characters of text before it, and to its end."""
 
     end: int
     minus_length: int
@@ -47,9 +45,7 @@ def compiled(pattern: str) -> Any:
 
 
 class PatternView:
-    """The state of several patterns over one text. certain: characters in which no match will
-    begin.
-    """
+    """Several patterns over one text. certain: characters where no match will begin."""
 
     __slots__ = ("_before", "_from", "_left_s", "_patterns", "_text", "certain")
 

@@ -49,9 +49,7 @@ def attribute(text: str, expected: Sequence[bytes]) -> tuple[list[str], list[byt
 
 
 def _agreeing(data: bytes, own: bytes) -> tuple[int, bytes]:
-    """Counts the bytes of `data` that are a token's, and says which of its bytes are
-    still to come.
-    """
+    """How many bytes of `data` are a token's, and which of its bytes are still to come."""
     if data.startswith(own):
         return len(own), b""
     if own.startswith(data):
@@ -155,9 +153,7 @@ class ChoiceStream:
         self.finish: FinishReason | None = None
 
     def feed(self, event: TokenEvent) -> TextEvent | None:
-        """The text that the event adds, or None. Raises RequestError where a pattern takes too
-        long.
-        """
+        """The text that the event adds, or None. Raises RequestError: a pattern takes too long."""
         if self.finish is not None:
             return None
         before = len(self._ids)

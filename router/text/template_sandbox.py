@@ -145,9 +145,7 @@ class _Refusal(NamedTuple):
 
 
 def _frame(job: RenderJob) -> bytes:
-    """Encodes a job for a process. Raises TemplateFault for values that cannot be sent to a
-    template process.
-    """
+    """Encodes a job. Raises TemplateFault for values that no process can be sent."""
     try:
         return msgspec.msgpack.encode(job)
     except (ValueError, OverflowError) as error:

@@ -27,9 +27,7 @@ _Templates = NewestKept[tuple[str, tuple[tuple[str, str], ...]], ChatTemplate]
 
 
 class RenderJob(msgspec.Struct, frozen=True, array_like=True):
-    """A job for a template process. Render `source` over messages; with messages None say in which
-    form it reads them.
-    """
+    """Work of a process: render `source` over messages; None = say which form it reads."""
 
     source: str
     special_tokens: dict[str, str]

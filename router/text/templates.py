@@ -22,9 +22,7 @@ def template_error(fault: TemplateFault) -> RequestError:
 
 
 class BaseTemplates:
-    """The base model's chat templates by name. faults: why some cannot be used, which costs chats
-    with them alone.
-    """
+    """The base's chat templates by name. faults: why some fail, which fails their chats alone."""
 
     def __init__(self, card: ModelCard) -> None:
         self._model = card.names[0]

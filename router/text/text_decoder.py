@@ -217,9 +217,7 @@ class ByteFallback(TokenStep):
 
 
 class ByteLevel(TokenStep):
-    """Turns stand-in characters into bytes, and bytes into one text. At most 3 bytes
-    are held back.
-    """
+    """Stand-in characters to bytes, and bytes to one text. At most 3 bytes are held back."""
 
     __slots__ = ("_bytes", "_tail")
 
@@ -363,9 +361,7 @@ def joined() -> TokenStep:
 
 
 def metaspace(replacement: str, keeps_first: bool) -> TokenStep:
-    """Replaces the character that stands for a space. keeps_first: a space at the very
-    start stays.
-    """
+    """Replaces a space's stand-in. keeps_first: a space at the very start stays."""
     table = {ord(replacement): " "}
     first = {ord(replacement): " " if keeps_first else None}
     return FirstAndLater(lambda token: token.translate(first), lambda token: token.translate(table))

@@ -57,9 +57,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def in_pieces(answer: Any) -> Iterator[bytes]:
-    """Writes JSON in pieces, as `msgspec.json.encode` would. Bytes are JSON already; an iterator
-    becomes a list.
-    """
+    """JSON in pieces, as of `msgspec.json.encode`. Bytes are JSON; iterators are lists."""
     parts: list[bytes] = []
     size = 0
     for part in _cut(answer) if isinstance(answer, bytes) else _parts(answer):
@@ -169,9 +167,7 @@ class CallersTurns:
         return await self.run(len(body) // _PARSING, lambda: parse(body))
 
     async def written(self, size: int, answer: Callable[[], Any]) -> list[bytes]:
-        """Writes JSON of what `answer` makes, in pieces (`in_pieces`), at least one. size: as of
-        `run`.
-        """
+        """JSON of what `answer` makes, in pieces (`in_pieces`), at least one. size: as of `run`."""
         pause_s = 0.0 if size <= INLINE_SIZE else _PAUSE_S
         return await self.run(size, lambda: _pieces(answer(), pause_s))
 

@@ -141,9 +141,7 @@ def _exact(tools: Tools, unbound: list[str]) -> Tools:
 
 
 def _exact_tool(tool: Tool, keeps: bool, param: str, unbound: list[str]) -> Tool:
-    """The tool with the schema that its calls are held to. Raises ShapeRefused for a
-    strict tool.
-    """
+    """The tool with the schema that calls keep to. Raises ShapeRefused for a strict tool."""
     if tool.parameters is None and keeps:
         return tool
     schema = {"type": "object", **(tool.parameters or {})} if keeps else _ANY_OBJECT

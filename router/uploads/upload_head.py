@@ -43,9 +43,7 @@ class UploadHead(msgspec.Struct, frozen=True):
 
 
 def read_head(headers: Headers, max_bytes: int) -> UploadHead:
-    """Reads an upload's head. Raises RequestError (media_type, invalid,
-    too_large).
-    """
+    """Reads an upload's head. Raises RequestError (media_type, invalid, too_large)."""
     content_type = headers.get("content-type", "")
     kind = content_type.partition(";")[0].strip().lower()
     if kind not in (*_BYTES, "multipart/form-data"):

@@ -105,9 +105,7 @@ class BaseModel:
         return self._turns.of(caller.tenant, caller.is_batch)
 
     def hold(self) -> Callable[[], None]:
-        """Notes that a request begins to be answered by this model; call what is returned when it
-        is over.
-        """
+        """Notes that a request begins to be answered by this model; call the result at its end."""
         self.running += 1
         return self._release
 

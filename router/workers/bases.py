@@ -64,9 +64,7 @@ class Bases:
         return self._by_name.get(name)
 
     def of_card(self, card: ModelCard) -> BaseModel:
-        """The base whose workers have this card. Raises CardError if the router has no such
-        base.
-        """
+        """The base whose workers have this card. Raises CardError if there is no such base."""
         if self.first.name == "":
             return self.first
         for name in card.names:

@@ -48,9 +48,7 @@ class WorkerListener(Protocol):
     """Hears of a worker's comings and goings."""
 
     def base_of(self, card: ModelCard) -> str:
-        """The name of the base whose workers have this card. Raises CardError for no base of this
-        router's.
-        """
+        """The name of the base that has this card. Raises CardError where the router has none."""
 
     async def accept_card(self, base: str, card: ModelCard) -> str | None:
         """Judges a worker's model card. Asked at each connection: None = welcome, else why this
@@ -58,9 +56,7 @@ class WorkerListener(Protocol):
         """
 
     def accept_worker(self, hello: WorkerHello) -> str | None:
-        """Judges a worker. Asked at each connection: None = welcome, else why this
-        worker is not.
-        """
+        """Judges a worker at each connection: None = welcome, else why it is not."""
 
     def worker_gone(self, base: str) -> None:
         """A connection that had begun is over."""
@@ -217,9 +213,7 @@ def _http(url: str) -> str:
 
 
 def _frame_logger() -> logging.Logger:
-    """A logger for the library, never at DEBUG: there the library shows frames, and with them
-    prompts and credentials.
-    """
+    """A logger that is never at DEBUG: there the library shows frames, with credentials."""
     quiet = logging.getLogger(f"{__name__}.websocket")
     quiet.setLevel(logging.WARNING)
     return quiet

@@ -26,9 +26,7 @@ class Connections:
         roster.clients = self._named
 
     def discovered(self, urls: Collection[str]) -> None:
-        """Connects to workers that enlisted themselves. urls: all of them; one that is connected is
-        never dropped.
-        """
+        """Connects to all workers that enlisted themselves; connected ones are never dropped."""
         urls = {url.rstrip("/") for url in urls}
         known = {client.url for client in self._roster.clients}
         for url in sorted(urls - known)[: MAX_WORKERS - len(known)]:

@@ -24,9 +24,7 @@ class Discovery:
         self._refused: frozenset[str] = frozenset()
 
     async def run(self) -> None:
-        """Looks for workers until cancelled. While the store does not answer, the workers are those
-        known last.
-        """
+        """Looks for workers until cancelled. While the store is away, the last known stay."""
         await every(PERIOD_S, self.look)
 
     async def look(self) -> None:

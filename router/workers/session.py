@@ -65,9 +65,7 @@ Tier = Literal["none", "device", "loading", "fetched", "absent"]
 
 
 def unsent_bytes(transport: asyncio.WriteTransport) -> int:
-    """Counts the unsent bytes in this process's buffers and in the kernel's (unacknowledged;
-    tcp(7), SIOCOUTQ).
-    """
+    """Bytes unsent in this process's buffers and the kernel's (tcp(7), SIOCOUTQ)."""
     socket = None if transport.is_closing() else transport.get_extra_info("socket")
     if socket is None:
         return 0
@@ -359,8 +357,7 @@ class WorkerSession:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _probe(self) -> None:
-        """Asks the worker again and again whether it hears this router: its own frames do not show
-        that."""
+        """Asks the worker again and again if it hears this router: frames do not show that."""
         loop = asyncio.get_running_loop()
         while True:
             self.liveness.asked(loop.time())

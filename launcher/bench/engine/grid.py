@@ -49,9 +49,7 @@ _REPEATS = 10
 
 
 class Point(NamedTuple):
-    """A point of a grid: sequences at once, their distinct adapters, and the adapters' rank (0
-    without any).
-    """
+    """A point of a grid: sequences at once, distinct adapters, their rank (0 without any)."""
 
     batch: int
     adapters: int
@@ -332,8 +330,7 @@ def _word(rng: Random) -> str:
 
 
 def adapter_bytes(grid: Grid, lora_rank: int, rows: int) -> float:
-    """Counts the bytes of an adapter's matrices that `rows` of its tokens read, without the free
-    room of extents."""
+    """Bytes of an adapter that `rows` of its tokens read, without extents' free room."""
     model = grid.model
     base = base_spec(model, "0" * 64, ("base",))
     features = sum(

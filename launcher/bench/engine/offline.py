@@ -92,9 +92,7 @@ def require_cuda(advice: str) -> None:
 
 
 def check_device(device: str) -> None:
-    """Checks that a command can run on its device. Raises BenchError where a command's `--device`
-    is not there.
-    """
+    """Raises BenchError where a command's `--device` is not there."""
     if device == "cuda":
         require_cuda("--device cpu needs none")
 
@@ -125,8 +123,7 @@ def adapted_modules(base: BaseSpec, *, experts: bool = False) -> Iterator[BaseMo
 def lora_layout(
     base: BaseSpec, digest: str, lora_rank: int, dtype: SlabDtype, form: MadeForm = PLAIN
 ) -> SlabLayout:
-    """Lays out an adapter of one rank on all of `adapted_modules`, with a head of its own where the
-    form has any."""
+    """An adapter of one rank on `adapted_modules`, with a head where the form has any."""
     adapted = list(adapted_modules(base, experts=form.experts))
     peft: dict[str, Any] = {
         "peft_type": "LORA",
@@ -180,9 +177,7 @@ class EngineSizes:
     def config(
         self, folder: Path, device: Literal["cpu", "cuda"], dtype: SlabDtype
     ) -> EngineConfig:
-        """Makes the configuration of an engine that has room for the measured grid. Raises
-        CheckpointError.
-        """
+        """The config of an engine with room for the grid. Raises CheckpointError."""
         whole = read_config(folder)
         model = sharded(whole, self.shards)
         # A page more, as an admission keeps some in reserve.

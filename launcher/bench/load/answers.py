@@ -115,8 +115,7 @@ class StreamedAnswer:
 
     @property
     def token_s(self) -> list[float]:
-        """Times at which events with text came; of an answer without any text, all events of its
-        choices."""
+        """When events with text came; of an answer without text, all events of choices."""
         return self._text_s or self._silent_s
 
     @property

@@ -69,9 +69,7 @@ def model_of(name: str, registered: bool) -> str:
 
 
 def text_of(token_ids: Sequence[int]) -> str:
-    """A text of about as many tokens, for servers that take texts: a word a token, and each as
-    drawn.
-    """
+    """A text of about as many tokens, for servers that take texts: a word for each."""
     return " ".join(WORDS[token_id % len(WORDS)] for token_id in token_ids)
 
 

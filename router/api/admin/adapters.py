@@ -35,9 +35,7 @@ class PartialObject(msgspec.Struct, frozen=True):
 
 
 def partial_of(manifest: AdapterManifest) -> PartialObject | None:
-    """Counts the modules and layers for which an adapter has weights; None if nothing
-    is missing.
-    """
+    """Counts modules and layers with an adapter's weights; None if nothing is missing."""
     coverage = manifest.partial
     if coverage is None:
         return None
@@ -183,9 +181,7 @@ class AdapterHistory(msgspec.Struct, frozen=True):
 
 
 def parse_digest(body: bytes) -> str | None:
-    """Reads the digest that a body names; None for an empty body or no digest. Raises
-    RequestError.
-    """
+    """Reads the digest that a body names; None for none, or no body. Raises RequestError."""
     return decode_body(body, DigestBody)[0].digest if body else None
 
 
@@ -202,9 +198,7 @@ def rollout_object(
     measured: Measurements | None = None,
     resident: Callable[[str], list[str]] = lambda digest: [],
 ) -> RolloutObject | None:
-    """Describes the rollout of a name; None where it has none. resident: the workers that have a
-    digest on their devices.
-    """
+    """The rollout of a name; None without one. resident: workers with a digest on devices."""
     rollout, content = registration.rollout, registration.content
     if rollout is None or content is None:
         return None
@@ -430,9 +424,7 @@ class Deleted(msgspec.Struct, frozen=True):
 
 
 def parse_register(body: bytes, default_source: str) -> tuple[RegisterBody, AdapterRef]:
-    """Reads a body that registers an adapter; returns it with the reference of the adapter. Raises
-    RequestError.
-    """
+    """Reads a body that registers an adapter, and its reference. Raises RequestError."""
     request, _ = decode_body(body, RegisterBody)
     check_name(request.name, "name")
     format_named(request.tool_format)
@@ -486,9 +478,7 @@ def rollout_request(
     default_source: str,
     by: str,
 ) -> RolloutRequest:
-    """Makes a rollout's request from versions and guards whose references are still texts. Raises
-    RequestError.
-    """
+    """Makes a rollout's request, whose references are still texts. Raises RequestError."""
     refs = [
         parse_target(version.reference, f"versions[{number}].reference", default_source)
         for number, version in enumerate(versions)

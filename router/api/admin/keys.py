@@ -132,9 +132,7 @@ class AuditList(msgspec.Struct, frozen=True):
 
 
 def parse_create(body: bytes, made_up: str, now: float) -> ApiKey:
-    """Reads a request for a new key; returns the key without its digest. now: Unix seconds. Raises
-    RequestError.
-    """
+    """Reads a request for a key, still without digest. now: Unix seconds. Raises RequestError."""
     wanted, _ = decode_body(body or b"{}", CreateKeyBody)
     is_over = wanted.expires_at is not None and wanted.expires_at <= now
     require(not is_over, "lies in the past: the key would never be good", "expires_at")

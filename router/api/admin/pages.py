@@ -11,9 +11,7 @@ MAX_PAGE = 1000
 
 
 class Page(NamedTuple):
-    """A part of the list of adapters. search: a part of their names. after: `next` of the page
-    before.
-    """
+    """A page of adapters. search: a part of their names. after: `next` of the page before."""
 
     tenant: str | None
     search: str = ""

@@ -130,9 +130,7 @@ class Timings(msgspec.Struct, frozen=True):
 
 
 class LoraxFormatter:
-    """Writes answers of LoRAX's routes. Streams have one choice and end without a marker of their
-    own.
-    """
+    """Writes answers of LoRAX's routes. Streams have one choice and no marker at their end."""
 
     def __init__(self, head: AnswerHead, options: LoraxOptions) -> None:
         self._head = head

@@ -97,9 +97,7 @@ def check_fields(plain: dict[str, Any], known: Collection[str], limits: ApiLimit
 
 
 def _refuse(name: str, value: Any, parameters: dict[str, Any], known: Collection[str]) -> None:
-    """Refuses a field, unless `parameters` says the same by the name that is known here. Raises
-    RequestError.
-    """
+    """Refuses a field, unless `parameters` says the same by its own name. Raises RequestError."""
     if name in SAID_HERE and _repeats(parameters, SAID_HERE[name], value):
         return
     instead = _instead(name)

@@ -102,9 +102,7 @@ def answered(begun: MessageObject, result: ChoiceResult, prompt: PromptInfo) -> 
 
 
 def _blocks(result: ChoiceResult) -> list[Block]:
-    """Makes the blocks of an answer. White space alone is a text only where there is
-    nothing else.
-    """
+    """The blocks of an answer. White space alone is a text only where nothing else is."""
     blocks: list[Block] = []
     if result.reasoning.strip():
         blocks.append(ThinkingBlock(result.reasoning))
@@ -115,16 +113,12 @@ def _blocks(result: ChoiceResult) -> list[Block]:
 
 
 def stop_sequence_of(matched: int | str | None) -> str | None:
-    """Returns the stop string that ended an answer; None where something else did. matched: as in
-    ChoiceResult.
-    """
+    """The stop string that ended an answer, else None. matched: as in ChoiceResult."""
     return matched if isinstance(matched, str) else None
 
 
 def stop_reason_of(finish: FinishReason, matched: int | str | None, has_calls: bool) -> StopReason:
-    """Returns Anthropic's name of the reason why an answer ended. Raises RequestError
-    (incomplete).
-    """
+    """Anthropic's name of why an answer ended. Raises RequestError (incomplete)."""
     if completed(finish) == "length":
         return "max_tokens"
     if stop_sequence_of(matched) is not None:
@@ -139,9 +133,7 @@ def usage_of(prompt: PromptInfo, output_tokens: int, reasoning_tokens: int) -> M
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Reads the arguments of a call; empty where they are no object, or one that cannot be written
-    again.
-    """
+    """A call's arguments; empty where they are no object that can be written again."""
     try:
         found = decode_object(arguments.encode())
         msgspec.json.encode(found)

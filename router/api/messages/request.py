@@ -87,8 +87,7 @@ def input_tools_of(
     choice: MessageToolChoice | None,
     plain: list[dict[str, Any]] | None,
 ) -> Tools | None:
-    """Finds the tools that the model may call; None = none. plain: the tools as they came. Raises
-    RequestError."""
+    """The tools that may be called; None = none. plain: as they came. Raises RequestError."""
     for i, fields in enumerate(plain or ()):
         check_refused(fields, REFUSED_OF_TOOL, f"tools[{i}].")
     tools = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(offered or ()))

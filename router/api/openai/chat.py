@@ -521,9 +521,7 @@ def _text_of(last: Message) -> str:
 def _template_options(
     request: ChatBody, tools: Tools | None, reasoning: ReasoningWish
 ) -> TemplateOptions:
-    """Collects what a request says about the rendering of its chat template. Raises
-    RequestError.
-    """
+    """Collects what a request says about its template's rendering. Raises RequestError."""
     continues = bool(request.continue_final_message)
     begins = request.add_generation_prompt
     message = "must be false beside `continue_final_message`"

@@ -147,9 +147,7 @@ def decode_openai(body: bytes, kind: type[B], limits: ApiLimits) -> B:
 
 
 def typed_openai(plain: dict[str, Any], kind: type[B], limits: ApiLimits) -> B:
-    """Reads the typed body from plain values, as `decode_openai` does from JSON. Raises
-    RequestError.
-    """
+    """Reads the typed body from plain values, as `decode_openai`. Raises RequestError."""
     request = decode_shared(plain, kind, limits)
     options = plain.get("stream_options") or {}
     outputs = plain.get("structured_outputs") or {}
@@ -247,9 +245,7 @@ def sampling_of(
     logprobs: int | None,
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
-    """Collects the request's sampling, else the model's defaults, else OpenAI's. Raises
-    RequestError.
-    """
+    """The request's sampling, else the model's, else OpenAI's. Raises RequestError."""
     check_counts(request, max_tokens, limits)
     said = request.temperature
     return sampling_params(
@@ -271,8 +267,7 @@ def _usage_wanted(request: OpenAIBody) -> UsageIn:
 
 
 def _bounded(plain: dict[str, Any], limits: ApiLimits) -> dict[str, Any]:
-    """Check what no type states, and write -1 logprobs as a number of them. Raises
-    RequestError."""
+    """Check what no type states; write -1 logprobs as a number. Raises RequestError."""
     if isinstance(plain.get(LORA_PATH), list):
         raise unsupported(LORA_PATH, "one adapter a request: put its name into `model`")
     return whole_logprobs(plain, limits)
@@ -313,8 +308,7 @@ def with_shape(call: GenerationCall, request: OpenAIBody, limits: ApiLimits) -> 
 
 
 def _listing(sampling: SamplingParams, body: OpenAIBody) -> SamplingParams:
-    """Tokens that are listed take the place of the likeliest, as vLLM has it. Raises
-    RequestError."""
+    """Listed tokens take the likeliest's place, as in vLLM. Raises RequestError."""
     listed = body.logprob_token_ids or ()
     if not listed:
         return sampling

@@ -194,9 +194,7 @@ class CompletionsFormatter(OpenAIFormatter):
         )
 
     def _top(self, token: TextToken, most: int) -> dict[str, float] | None:
-        """Returns the likeliest tokens and the chosen one; of several with one spelling the
-        likeliest.
-        """
+        """The likeliest tokens and the chosen one; of one spelling the likeliest alone."""
         if token.logprob is None:
             return None
         name = self._options.name

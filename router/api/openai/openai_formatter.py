@@ -146,9 +146,7 @@ class OpenAIFormatter(ABC):
         return self._with_cost(_usage(prompts, num_tokens, reasoning))
 
     def _finish_reason(self, finish: FinishReason, has_calls: bool = False) -> OpenAIFinish:
-        """Returns OpenAI's name of the reason why an answer ended. Raises RequestError
-        (incomplete).
-        """
+        """OpenAI's name of why an answer ended. Raises RequestError (incomplete)."""
         if completed(finish) == "length":
             return "length"
         return "tool_calls" if has_calls and not self._options.named_call else "stop"
@@ -196,9 +194,7 @@ def _usage(prompts: Sequence[PromptInfo], completion_tokens: int, reasoning_toke
 
 
 def _prompt_logprob(token: TextToken, most: int) -> dict[int, PromptLogprob] | None:
-    """Lists the log-probabilities at one place: the prompt's own token first, then the likeliest,
-    as vLLM orders them.
-    """
+    """Log-probabilities of one place: the prompt's token, then the likeliest, as in vLLM."""
     if token.logprob is None:
         return None
     found = {token.token_id: PromptLogprob(finite(token.logprob), token.rank, token.token)}

@@ -61,9 +61,7 @@ def decode_plain(data: bytes) -> dict[str, Any]:
 
 
 def require(condition: object, message: str, param: str) -> None:
-    """Checks a condition of a field; raises RequestError (invalid), which names the field, if it
-    fails.
-    """
+    """Checks a condition of a field. Raises RequestError (invalid), which names the field."""
     if not condition:
         raise RequestError("invalid", f"`{param}`: {message}", param=param)
 
@@ -159,9 +157,7 @@ class FieldFault(msgspec.Struct, frozen=True):
 
 
 def field_fault(error: msgspec.ValidationError, kind: Any) -> FieldFault:
-    """Finds the field at fault, what is wrong with it, and what it may be. kind: what was expected
-    as a whole.
-    """
+    """The field at fault, the fault, and what it may be. kind: what was expected in all."""
     found = _PLACE.fullmatch(str(error))
     what, path = (found["what"], found["path"]) if found else (str(error), "")
     unknown, missing = _UNKNOWN.fullmatch(what), _MISSING.fullmatch(what)

@@ -241,9 +241,7 @@ def text_part(part: ContentPart, param: str, hint: str = "send text") -> dict[st
 
 
 def _spelled_arguments(messages: list[Message]) -> list[str]:
-    """Lists the texts of calls' arguments: JSON inside of JSON, which nobody has looked
-    into yet.
-    """
+    """The texts of calls' arguments: JSON inside of JSON, which nobody has checked yet."""
     calls = [call for message in messages for call in message.tool_calls or ()]
     return [c.function.arguments for c in calls if isinstance(c.function.arguments, str)]
 

@@ -75,9 +75,7 @@ class Bound(NamedTuple):
     longest: str = ""
 
     def check(self, value: Any, param: str, limits: ApiLimits) -> None:
-        """Checks the value against this bound: the number, or how many entries and how long each
-        text is. Raises RequestError.
-        """
+        """Checks a number, or how many entries and how long texts are. Raises RequestError."""
         most: int = getattr(limits, self.most)
         if not self.things:
             number = 0 if isinstance(value, bool | None) else value  # a chat's `logprobs` is a bool
@@ -132,9 +130,7 @@ def texts_of(given: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def check_patterns(given: str | Sequence[str] | None, param: str) -> tuple[str, ...]:
-    """Reads the field's patterns, and checks that each compiles and has an accepted length. Raises
-    RequestError.
-    """
+    """Reads patterns, and checks that each compiles and is not too long. Raises RequestError."""
     patterns = texts_of(given)
     for pattern in patterns:
         size = f"expected patterns of 1 to {MAX_PATTERN} characters, got {len(pattern)}"
@@ -203,9 +199,7 @@ def credential(api_token: str | None, bearer: str | None) -> str | None:
 def prompts_of(
     given: str | list[str | int | list[int]], param: str, most: int
 ) -> tuple[str | list[int], ...]:
-    """Checks prompts, which are all of one kind: texts, lists of ids, or the ids of a single
-    prompt. Raises RequestError.
-    """
+    """Prompts of one kind: texts, lists of ids, or one prompt's ids. Raises RequestError."""
     if isinstance(given, str):
         return (given,)
     require(given, "expected at least one prompt", param)
@@ -253,9 +247,7 @@ class MergedAdapters(msgspec.Struct, frozen=True):
 def choose_merge(
     given: MergedAdapters, source: str | None, token: str | None, limits: ApiLimits
 ) -> MergedChoice:
-    """Makes the choice of a merge, with its fields checked and its defaults filled in. Raises
-    RequestError.
-    """
+    """Makes a merge's choice, with fields checked and defaults. Raises RequestError."""
     strategy = _one_of("merge_strategy", given.merge_strategy, STRATEGIES)
     sign = _one_of("majority_sign_method", given.majority_sign_method, SIGN_METHODS)
     _check_numbers(given, strategy)
@@ -388,9 +380,7 @@ def adapter_named(
 
 
 def check_counts(fields: GenerationFields, max_tokens: int | None, limits: ApiLimits) -> None:
-    """Checks the counts and sizes of a request's fields. max_tokens: to generate; None = all that
-    fit. Raises RequestError.
-    """
+    """Checks counts and sizes. max_tokens: None = all that fit. Raises RequestError."""
     check_bounds(fields, limits)
     least = fields.min_tokens or 0
     require(
@@ -452,7 +442,5 @@ def with_fields(call: GenerationCall, fields: GenerationFields) -> GenerationCal
 
 
 def salt_of(cache_salt: str | None) -> str:
-    """Returns the SHA-256 of a cache salt: a salt may be a secret, and has the length of one on the
-    wire.
-    """
+    """The SHA-256 of a cache salt, which may be secret and gets one length on the wire."""
     return sha256(cache_salt.encode()).hexdigest() if cache_salt else ""

@@ -77,9 +77,7 @@ class Formatter(Protocol):
     """
 
     def prompt(self, info: PromptInfo) -> bytes:
-        """Writes what a stream shows of a prompt. The stream calls it once a prompt, before the
-        first chunk of its choices.
-        """
+        """Writes what a stream shows of a prompt, once, before its choices' first chunk."""
         ...
 
     def chunk(self, event: TextEvent) -> bytes: ...

@@ -48,16 +48,12 @@ _BESIDE = "its fields stand in the body itself"
 
 
 def _row(names: str, hint: str = "", *neutral: Any) -> dict[str, Elsewhere]:
-    """Describes several fields that share one hint. names: with spaces between. neutral: in
-    addition to what is empty.
-    """
+    """Several fields with one hint. names: with spaces between. neutral: beside empty ones."""
     return dict.fromkeys(names.split(), Elsewhere((*_EMPTY, *neutral), hint))
 
 
 def _only(names: str, hint: str, *neutral: Any) -> dict[str, Elsewhere]:
-    """Describes several fields, as `_row` does, for which false or an empty value asks for
-    something.
-    """
+    """Several fields, as of `_row`, where false and empty values ask for something, too."""
     return dict.fromkeys(names.split(), Elsewhere(neutral, hint))
 
 
@@ -156,17 +152,14 @@ def check_unknown(plain: dict[str, Any], known: Collection[str], harmless: Colle
 
 
 def check_refused(parts: dict[str, Any], refused: Mapping[str, Elsewhere], where: str = "") -> None:
-    """Checks a route's own fields that are not served. where: of what they are a part. Raises
-    RequestError."""
+    """Checks a route's fields that are not served. where: their parent. Raises RequestError."""
     for name, field in refused.items():
         if not field.asks_for_nothing(parts.get(name)):
             raise unsupported(f"{where}{name}", field.hint)
 
 
 def without_refused(plain: dict[str, Any], refused: Mapping[str, Elsewhere]) -> dict[str, Any]:
-    """Removes the fields that a route does not serve. Raises RequestError for those that ask for
-    something.
-    """
+    """Removes fields that are not served. Raises RequestError where they ask for something."""
     check_refused(plain, refused)
     return {name: value for name, value in plain.items() if name not in refused}
 
@@ -188,9 +181,7 @@ def unsupported(name: str, hint: str) -> RequestError:
 
 
 def unrecognised(name: str, known: Iterable[str], where: str = "") -> RequestError:
-    """Makes the error of a field that nobody knows, with the one that may be meant. where: its
-    parent.
-    """
+    """The error of a field that nobody knows, with the likely one. where: its parent."""
     shown = f"{where}{name}"[:_SHOWN]
     likely = nearest(name.replace("-", "_"), known)
     meant = f"; did you mean `{where}{likely}`?" if likely else ""

@@ -53,9 +53,7 @@ def only_shape(shapes: Iterable[Shape | None]) -> Shape | None:
 
 
 def check_ends(shape: Shape | None, ignores_ends: bool, param: str) -> None:
-    """Checks that an answer of a given form may end. Raises RequestError: what may not end keeps to
-    no form.
-    """
+    """Checks that an answer with a form may end: else it keeps to none. Raises RequestError."""
     if shape is not None:
         require(not ignores_ends, f"the form of `{shape.param}` has an end", param)
 

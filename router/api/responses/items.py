@@ -74,9 +74,7 @@ class Called(msgspec.Struct, frozen=True):
     namespace: str | UnsetType = UNSET
 
     def item(self, status: ItemStatus, arguments: str) -> AnyCallItem:
-        """Makes the item of an answer that shows the call. arguments: JSON text, as far
-        as it came.
-        """
+        """The item that shows the call. arguments: JSON text, as far as it came."""
         if self.kind == "custom":
             text = _input(arguments)
             return CustomCallItem(self.id, status, self.call_id, self.name, text, self.namespace)
@@ -327,9 +325,7 @@ class TextLogprobs:
         self._owed = 0
 
     def add(self, tokens: Sequence[TextToken], num_reasoning: int) -> None:
-        """Adds the answer's next tokens. num_reasoning: of all that came, more are the
-        reasoning's.
-        """
+        """Adds an answer's next tokens. num_reasoning: so many more are the reasoning's."""
         self._tokens.extend(tokens)
         self._reasoning += num_reasoning
         while self._tokens and self._reasoning:

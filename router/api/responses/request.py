@@ -184,9 +184,7 @@ def unheld_forms(offered: list[PlacedTool]) -> tuple[str, ...]:
 
 
 def _tool(tool: OneTool, where: str) -> Tool:
-    """Makes the tool of an entry: `local_shell`, a custom tool or a function. Raises
-    RequestError.
-    """
+    """Makes a tool: `local_shell`, a custom one or a function. Raises RequestError."""
     if tool.type == SHELL:
         return Tool(SHELL, _SHELL_TEXT, _SHELL_SCHEMA, strict=True)
     if tool.type not in ("function", "custom"):
@@ -368,9 +366,7 @@ def parse(
 
 
 def _logprobs(request: ResponsesBody) -> int | None:
-    """Reads how many likeliest tokens are reported at each place; None = no logprobs. Raises
-    RequestError.
-    """
+    """How many likeliest tokens a place has; None = no logprobs. Raises RequestError."""
     is_wanted, top = _LOGPROBS in (request.include or ()), request.top_logprobs or 0
     require(is_wanted or not top, f"needs {_LOGPROBS!r} in `include`", "top_logprobs")
     return top if is_wanted else None

@@ -160,9 +160,7 @@ class SglangFormatter:
         return b""
 
     def chunk(self, event: TextEvent) -> bytes:
-        """Writes the event for the next piece of an answer: all of it so far. Raises RequestError
-        (incomplete).
-        """
+        """Writes all of an answer so far as an event. Raises RequestError (incomplete)."""
         index = event.prompt_index * self._options.n + event.choice
         known = self._so_far.setdefault(index, _SoFar())
         known.text += event.text
@@ -182,9 +180,7 @@ class SglangFormatter:
         return sse_error(error, "openai")
 
     def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> bytes:
-        """Writes the whole answer at once, or the list of answers. Raises RequestError
-        (incomplete).
-        """
+        """Writes the whole answer, or the list of answers. Raises RequestError (incomplete)."""
         self._prompts = {info.prompt_index: info for info in prompts}
         answers = [self._answer(one.prompt_index, one.choice, so_far(one)) for one in results]
         return encode(answers if self._options.is_list else answers[0])
@@ -248,9 +244,7 @@ class SglangFormatter:
         return TokenScore(value, token.token_id, self._text(token.token))
 
     def _scores(self, token: TextToken, others: Sequence[TopToken]) -> list[TokenScore] | None:
-        """Writes log-probabilities; None where the token has none. others: tokens that are shown
-        with this one.
-        """
+        """Log-probabilities of `others`, shown with a token; None where it has none."""
         if token.logprob is None:
             return None
         return [

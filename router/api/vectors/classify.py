@@ -148,9 +148,7 @@ class ClassifyFormatter(WholeFormatter):
 
 
 class LoraxClassifyFormatter(WholeFormatter):
-    """Writes a list for each text: the likeliest class first, or entities. options: several texts
-    were sent.
-    """
+    """Lists for each text: the likeliest class first, or entities. options: of several texts."""
 
     def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> Any:
         if self._head.of_tokens:

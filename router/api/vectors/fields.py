@@ -149,8 +149,7 @@ class ScoredBody(ReadBody, frozen=True, kw_only=True):
 
 
 def read_body(plain: dict[str, Any], kind: type[R]) -> R:
-    """Fields that it does not know are refused unless they are harmless or ask for nothing. Raises
-    RequestError."""
+    """Reads a body. Unknown fields must be harmless or ask for nothing. Raises RequestError."""
     known = kind.__struct_fields__
     for name in _SAID_ELSEWHERE:
         if "input" in known and name not in known and plain.get(name):

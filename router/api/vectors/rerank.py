@@ -104,9 +104,7 @@ class TeiRank(msgspec.Struct, frozen=True):
 
 
 class RerankOptions(msgspec.Struct, frozen=True):
-    """Options of an answer that ranks documents. documents: those that the answer shows; () = none.
-    top: how many; None = all.
-    """
+    """Options of a ranking. documents: that it shows; () = none. top: how many; None = all."""
 
     written: WrittenAs
     version: RerankVersion

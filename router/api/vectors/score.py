@@ -170,9 +170,7 @@ def _prompts(request: LabelScoreBody) -> list[Any]:
 
 
 class LabelScoreFormatter(WholeFormatter):
-    """Writes the scores of items by given tokens. options: the temperature of the softmax; None =
-    there is none.
-    """
+    """Scores of items by given tokens. options: the softmax's temperature; None = no softmax."""
 
     def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> Any:
         scores = [self._scores(result.tokens[0].listed) for result in results]

@@ -31,9 +31,7 @@ class Liveness:
         self._asked_at = None
 
     def unsent(self, nbytes: int, now: float) -> None:
-        """Notes how much is still unsent on this router's side. While it gets less, a question may
-        lie behind it.
-        """
+        """Notes the unsent bytes here. While they get fewer, a question may lie behind them."""
         if self._asked_at is not None and 0 < nbytes < self._unsent:
             self._asked_at = now
         self._unsent = nbytes

@@ -119,9 +119,7 @@ class Placer:
         self._prefixes.remember(request.prefixes, decision.worker.worker_id)
 
     def home(self, key: str, workers: Sequence[WorkerView]) -> WorkerView | None:
-        """The worker to which an adapter should be fetched: its first home of those
-        that take work.
-        """
+        """The worker to fetch an adapter to: its first home among those that take work."""
         able = [worker for worker in workers if worker.able]
         if not able:
             return None

@@ -87,9 +87,7 @@ class Bill:
                 account.charge(OUTPUT_PRICE * (self._generated - before))
 
     def settle(self) -> None:
-        """Ends the charge: what was charged for tokens that never came goes back. Once
-        is enough.
-        """
+        """Ends the charge: tokens that never came cost nothing. Once is enough."""
         if self._settled:
             return
         self._settled = True

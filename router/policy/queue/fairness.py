@@ -94,9 +94,7 @@ class FairOrder:
         return found
 
     def served(self, account: Account, cost: float) -> None:
-        """Charges a party whose turn was taken. The clock follows the least served of those who
-        wait.
-        """
+        """Charges a party that had its turn. The clock follows the least served who wait."""
         least = account if self._active == 1 else self.first(1)[0]
         self.clock = max(self.clock, least.virtual)
         account.charge(cost)

@@ -20,9 +20,7 @@ class QueueFull(Exception):
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """How much may wait at once. count: sequences. nbytes: of their prompts. tenant_*: of one
-    tenant's, None = no limit.
-    """
+    """The most that waits. count: sequences. nbytes: of prompts. tenant_*: None = no limit."""
 
     count: int
     nbytes: int
@@ -80,9 +78,7 @@ class QueueCapacity:
         self.book(tenant, -1, -nbytes)
 
     def book(self, tenant: str, count: int, nbytes: int) -> None:
-        """Books room that others do not get, though nothing waits in it; less than 0
-        gives it back.
-        """
+        """Books room where nothing waits yet; less than 0 gives it back."""
         self._taken.add(count, nbytes)
         own = self._tenants[tenant]
         own.add(count, nbytes)

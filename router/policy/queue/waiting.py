@@ -35,9 +35,7 @@ _SHORTEST_S, _LONGEST_S = 1.0, 60.0
 
 
 class DrainRate:
-    """Measures how many sequences leave the queue each second: an exponentially weighted count over
-    about ten seconds.
-    """
+    """Sequences that leave the queue each second, weighted over about ten seconds."""
 
     def __init__(self) -> None:
         self._weight = 0.0
@@ -213,9 +211,7 @@ class WaitingQueue(Generic[T]):
         return iter(self._entries.values())
 
     def check_room(self, tenant: str, count: int, nbytes: int, now: float) -> None:
-        """Checks that more may wait. Raises QueueFull unless `count` more sequences of `nbytes` in
-        all would fit now.
-        """
+        """Checks that `count` more sequences of `nbytes` in all may wait. Raises QueueFull."""
         refusal = self.capacity.refusal(tenant, count, nbytes)
         if refusal is not None:
             message, in_the_way = refusal

@@ -206,9 +206,7 @@ class Emptiness:
         return self._no_form(form, _DEEPEST)
 
     def apart(self, one: JsonValues, other: JsonValues) -> bool:
-        """Whether two sets are known to have nothing in common. Raises CannotHold after too many
-        questions.
-        """
+        """Whether two sets surely share nothing. Raises CannotHold after too many questions."""
         self._compared += 1
         if self._compared > _MOST_APART:
             raise CannotHold("there are too many options to compare")

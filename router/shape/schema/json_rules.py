@@ -43,8 +43,7 @@ _MOST_UNIQUE = 60
 
 
 class Spacing(msgspec.Struct, frozen=True):
-    """Patterns of what stands around the signs of JSON. between: white space that may stand
-    anywhere between its parts."""
+    """Patterns around the signs of JSON. between: white space between any of its parts."""
 
     comma: str = ", ?"
     colon: str = ": ?"

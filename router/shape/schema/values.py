@@ -128,8 +128,7 @@ _MOST_UNIONS = 256
 
 
 class CannotHold(ValueError):
-    """A set of values that no grammar writes; str() says why. keyword: the one that asks for it,
-    "" = not known."""
+    """No grammar writes this set; str() says why. keyword: that asks for it, "" = not known."""
 
     def __init__(self, reason: str, keyword: str = "") -> None:
         super().__init__(reason)

@@ -38,9 +38,7 @@ def one_call_alone(tools: Tools) -> bool:
 
 
 def several(tools: Tools, one: str, between: str) -> str:
-    """The expression for calls: one of `one`, or where calls may be several any number of them,
-    parted by `between`.
-    """
+    """The expression for calls: one, or any number of them where allowed, with `between`."""
     return one if one_call_alone(tools) else f"{one} ({between} {one})*"
 
 

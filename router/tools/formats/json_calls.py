@@ -36,9 +36,7 @@ ARGUMENT_KEYS = "arguments", "parameters"
 
 
 class CallOutcome(Enum):
-    """How reading a call ended. none: nothing was taken for a call. broken: the arguments of the
-    call break off.
-    """
+    """How reading a call ended. none: it was no call. broken: its arguments break off."""
 
     NONE = "none"
     CALL = "call"

@@ -41,9 +41,7 @@ class ArgumentTags(msgspec.Struct, frozen=True):
     # Grammar
 
     def rules(self, tools: Tools, tool: Tool, lark: Lark) -> str:
-        """The rules for all arguments of a call. Those that cannot be written one by one are one
-        JSON object.
-        """
+        """Rules for a call's arguments: one JSON object if they cannot be written one by one."""
         if not keeps_schema(tools, tool):
             begin = f"{lark.literal(self.open)} /[^<>\\n]{{1,128}}/ {self._middle(lark)}"
             return f"({begin} {self._text(lark)} {LINE})*"

@@ -115,6 +115,24 @@ def test_a_stream_is_the_whole(client: openai.OpenAI, caller: str) -> None:
     assert streamed[0].function.name == whole[0].function.name == "ticket"
 
 
+def test_functions_of_old(client: openai.OpenAI, caller: str) -> None:
+    asked: Any = {"model": caller, "messages": MESSAGES, "temperature": 0, "max_tokens": 200}
+    older: Any = {"functions": [t["function"] for t in TOOLS], "function_call": {"name": "ticket"}}
+    newer: Any = {"tools": TOOLS, "tool_choice": "ticket"}
+    whole = client.chat.completions.create(**asked, **older).choices[0].message
+    tools = client.chat.completions.create(**asked, **newer).choices[0].message.tool_calls
+    assert whole.function_call
+    assert tools
+    assert whole.function_call.model_dump() == tools[0].function.model_dump()
+    streamed = client.chat.completions.create(**asked, **older, stream=True)
+    parts = [c.choices[0].delta.function_call for c in streamed if c.choices]
+    said = "".join(part.arguments or "" for part in parts if part)
+    assert said == whole.function_call.arguments
+    again = [*MESSAGES, whole.model_dump(exclude_none=True)]
+    again.append({"role": "function", "name": "ticket", "content": "made"})
+    assert client.chat.completions.create(**{**asked, "messages": again}, **older).choices
+
+
 def test_a_form_or_a_call(client: openai.OpenAI, caller: str) -> None:
     answer = client.chat.completions.create(
         model=caller,

@@ -39,7 +39,15 @@ from loraplex.router.api.request.chat_messages import Message, check_pixels, to_
 from loraplex.router.api.request.fields import BOUNDS, NonNegative, Positive, ThinkingTokens
 from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
 from loraplex.router.api.request.known_elsewhere import Elsewhere, without_refused
-from loraplex.router.api.request.tool_fields import OfferedTools, ToolChoice, tools_of
+from loraplex.router.api.request.tool_fields import (
+    FunctionCallChoice,
+    NamedFunction,
+    OfferedFunctions,
+    OfferedTools,
+    ToolChoice,
+    functions_of,
+    tools_of,
+)
 from loraplex.router.api.wire import encode, finite, sse
 from loraplex.router.call import (
     AnswerHead,
@@ -91,13 +99,15 @@ class AnswerCall(msgspec.Struct, frozen=True):
 
 class AnswerMessage(msgspec.Struct, frozen=True):
     """Message of the assistant in a whole answer. content: null with calls and no text.
-    reasoning_content: the older name of `reasoning`.
+    function_call: a call of the older `functions`. reasoning_content: the older name of
+    `reasoning`.
     """
 
     role: Literal["assistant"]
     content: str | None
     refusal: None = None
     tool_calls: list[AnswerCall] | UnsetType = UNSET
+    function_call: CalledFunction | UnsetType = UNSET
     reasoning: str | None = None
     reasoning_content: str | None = None
 
@@ -152,6 +162,7 @@ class Delta(msgspec.Struct, frozen=True):
     content: str | UnsetType = UNSET
     refusal: None | UnsetType = UNSET
     tool_calls: list[CallPart] | UnsetType = UNSET
+    function_call: CalledFunction | UnsetType = UNSET
     reasoning: str | None = None
     reasoning_content: str | None = None
     hidden_states: list[float] | UnsetType = UNSET
@@ -214,28 +225,37 @@ class ChatFormatter(OpenAIFormatter):
         logprobs = self._logprobs(event.tokens)
         ids, data = self._options.ids(event.token_ids), b""
         reasoning = self._reasoning_now(event)
-        parts = [[_call_part(delta)] for delta in event.calls]
+        parts = [_call_part(delta) for delta in event.calls]
         if event.calls:
             self._calling.add(event.choice)
         has_text = event.text or reasoning or parts
         if has_text or ids or (logprobs is not None and logprobs.content):
             content = UNSET if has_text and not event.text else event.text
-            delta = Delta(
-                content=content,
-                tool_calls=parts.pop(0) if parts else UNSET,
-                reasoning=reasoning or None,
-                reasoning_content=reasoning or None,
+            delta = self._with_call(
+                Delta(
+                    content=content,
+                    reasoning=reasoning or None,
+                    reasoning_content=reasoning or None,
+                ),
+                parts.pop(0) if parts else None,
             )
             data = self._chunk(ChunkChoice(event.choice, delta, logprobs, token_ids=ids))
         none = self._options.ids(())
         for part in parts:  # one in a chunk: clients read the first one alone
-            delta = Delta(tool_calls=part)
+            delta = self._with_call(Delta(), part)
             data += self._chunk(ChunkChoice(event.choice, delta, token_ids=none))
         if event.finish is not None:
             reason = self._finish_reason(event.finish, event.choice in self._calling)
             ended = (*stopped(event), none, experts_of(event))
             data += self._chunk(ChunkChoice(event.choice, Delta(), None, reason, *ended))
         return data
+
+    def _with_call(self, delta: Delta, part: CallPart | None) -> Delta:
+        if part is None:
+            return delta
+        if self._options.older_calls:
+            return msgspec.structs.replace(delta, function_call=part.function)
+        return msgspec.structs.replace(delta, tool_calls=[part])
 
     def _reasoning_now(self, event: TextEvent) -> str:
         """The reasoning that the event's chunk carries."""
@@ -285,10 +305,12 @@ class ChatFormatter(OpenAIFormatter):
         calls = [
             AnswerCall(call.id, CalledFunction(call.arguments, call.name)) for call in result.calls
         ]
+        older = self._options.older_calls
         return AnswerMessage(
             "assistant",
             None if calls and not text else text,
-            tool_calls=calls or UNSET,
+            tool_calls=UNSET if older or not calls else calls,
+            function_call=calls[0].function if older and calls else UNSET,
             reasoning=reasoning,
             reasoning_content=reasoning,
         )
@@ -395,6 +417,8 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
     tools: OfferedTools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    functions: OfferedFunctions | None = None
+    function_call: FunctionCallChoice | None = None
     reasoning_effort: ReasoningEffort | None = None
     verbosity: Verbosity | None = None
     include_reasoning: bool | None = None
@@ -420,7 +444,9 @@ class BatchChatBody(ChatBody, frozen=True, kw_only=True):
 OF_ONE = {
     "stream": Elsewhere((False,), "answers of several conversations are whole"),
     "n": Elsewhere((1,), "each conversation has one choice"),
-    **dict.fromkeys(("tools", "echo"), Elsewhere((False, []), "`/v1/chat/completions` has it")),
+    **dict.fromkeys(
+        ("tools", "functions", "echo"), Elsewhere((False, []), "`/v1/chat/completions` has it")
+    ),
 }
 
 
@@ -449,7 +475,7 @@ def request_of(request: ChatBody, limits: ApiLimits, bearer: str | None) -> ApiR
         logprobs=_logprobs_asked(request),
         prompt_logprobs=request.prompt_logprobs,
     )
-    tools = tools_of(request.tools, request.tool_choice, request.parallel_tool_calls)
+    tools = _tools(request)
     ignores = "ignore_eos" if request.ignore_eos else "ignore_eos_token"
     has_end = tools is not None and tools.is_held
     require(not (has_end and sampling.ignore_eos), "calls of tools have an end", ignores)
@@ -475,6 +501,7 @@ def request_of(request: ChatBody, limits: ApiLimits, bearer: str | None) -> ApiR
         echoed=_text_of(request.messages[-1]) if request.echo else "",
         reasoning=_reasoning_sent(request, reasoning),
         named_call=tools is not None and tools.named,
+        older_calls=bool(request.functions),
     )
     return ApiRequest(call, ChatFormatter, options)
 
@@ -488,6 +515,18 @@ def _conversations(request: ChatBody, limits: ApiLimits) -> list[list[dict[str, 
         BOUNDS["messages"].check(messages, where, limits)
     pixels = _pixels_of(request)
     return [to_template(messages, where, pixels) for where, messages in given]
+
+
+def _tools(request: ChatBody) -> Tools | None:
+    """Finds the tools that the model may call; None = none. Raises RequestError."""
+    if not request.functions:
+        is_named = isinstance(request.function_call, NamedFunction)
+        require(not is_named, "needs `functions`", "function_call")
+        return tools_of(request.tools, request.tool_choice, request.parallel_tool_calls)
+    require(not request.tools, "goes with no `functions`", "tools")
+    asks = request.tool_choice not in (None, "auto", "none")
+    require(not asks, "needs `tools`", "tool_choice")
+    return functions_of(request.functions, request.function_call)
 
 
 def _pixels_of(request: ChatBody) -> PixelBounds:
@@ -526,12 +565,14 @@ def _template_options(
     begins = request.add_generation_prompt
     message = "must be false beside `continue_final_message`"
     require(not (continues and begins), message, "add_generation_prompt")
+    older = [{"type": "function", "function": function} for function in request.functions or ()]
+    shown = request.tools or older
     return TemplateOptions(
         add_generation_prompt=not continues if begins is None else begins,
         continue_final_message=continues,
         documents=request.documents,
-        tools=None if tools is None else request.tools,
-        in_loop=bool(request.tools),
+        tools=None if tools is None else shown,
+        in_loop=bool(shown),
         effort=reasoning.effort,
         thinks=reasoning.thinks,
         verbosity=request.verbosity,

@@ -20,7 +20,7 @@ from loraplex.router.call import (
     TopToken,
 )
 
-OpenAIFinish = Literal["stop", "length", "tool_calls"]
+OpenAIFinish = Literal["stop", "length", "tool_calls", "function_call"]
 # vLLM's of an answer that was aborted, beside OpenAI's of texts.
 TextFinish = Literal["stop", "length", "abort"]
 # The way of an answer's reasoning: sent as it comes, or at once when it is over, or left out.
@@ -36,6 +36,7 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: send the ids with the text. tokens_as_ids: name tokens `token_id:ID`, and list
     those that are no part of a message, too. id: the caller's own, in place of the request's.
     named_call: the caller named the tool to call, so that a call is what ends an answer.
+    older_calls: the caller's tools are OpenAI's older `functions`.
     echoes_prompt: each prompt's text stands before its answers' (completions). echoed: what stands
     before each answer's text (chat).
     """
@@ -49,6 +50,7 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     id: str | None
     reasoning: ReasoningSent = "streamed"
     named_call: bool = False
+    older_calls: bool = False
     echoes_prompt: bool = False
     echoed: str = ""
 
@@ -149,7 +151,9 @@ class OpenAIFormatter(ABC):
         """OpenAI's name of why an answer ended. Raises RequestError (incomplete)."""
         if completed(finish) == "length":
             return "length"
-        return "tool_calls" if has_calls and not self._options.named_call else "stop"
+        if not has_calls or self._options.named_call:
+            return "stop"
+        return "function_call" if self._options.older_calls else "tool_calls"
 
     def _ended(self, finish: FinishReason) -> TextFinish:
         """Returns vLLM's name of the reason why a text ended. An answer that was aborted has what

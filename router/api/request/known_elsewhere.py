@@ -61,11 +61,9 @@ ELSEWHERE: dict[str, Elsewhere] = {
     # Output of a given form
     **_row("structural_tag guided_decoding grammar choice schema guideline", _FORM),
     # Tools and reasoning
-    **_row("tools", _CHAT),
-    **_row("tool_choice", _CHAT, "auto", "none"),
+    **_row("tools functions", _CHAT),
+    **_row("tool_choice function_call", _CHAT, "auto", "none"),
     **_only("parallel_tool_calls", _CHAT, True, False),
-    **_row("functions", "use `tools`"),
-    **_row("function_call", "use `tool_choice`", "auto", "none"),
     **_row("tool_prompt", "the chat template describes the tools to the model"),
     **_row("reasoning_effort", _CHAT, "none"),
     **_row("reasoning thinking enable_thinking", _CHAT),

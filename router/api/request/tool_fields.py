@@ -58,19 +58,23 @@ class AllowedChoice(msgspec.Struct, frozen=True, tag_field="type", tag="allowed_
     allowed_tools: AllowedTools
 
 
-# As they came, since templates read them so; each is an `OfferedTool`.
-_Offered = Meta(extra_json_schema={"$ref": "#/components/schemas/OfferedTool"})
-OfferedTools = Annotated[
-    list[Annotated[dict[str, Any], _Offered]],
-    Meta(max_length=MAX_TOOLS),
-]
+# As they came, since templates read them so: each an `OfferedTool` or `OfferedFunction`.
+_Tool, _Function = (
+    Meta(extra_json_schema={"$ref": f"#/components/schemas/{kind}"})
+    for kind in ("OfferedTool", "OfferedFunction")
+)
+OfferedTools = Annotated[list[Annotated[dict[str, Any], _Tool]], Meta(max_length=MAX_TOOLS)]
+OfferedFunctions = Annotated[list[Annotated[dict[str, Any], _Function]], Meta(max_length=MAX_TOOLS)]
 # A text that is no mode is the name of a function, as TGI has it.
 ToolChoice = str | FunctionChoice | AllowedChoice
+# Of OpenAI's older `functions`.
+FunctionCallChoice = Literal["none", "auto"] | NamedFunction
 _MODES: dict[str, ToolMode] = {mode: mode for mode in get_args(ToolMode)}
 
 
-class _ToolsOfBody(msgspec.Struct, frozen=True):
-    tools: list[OfferedTool]
+class _Offered(msgspec.Struct, frozen=True):
+    tools: list[OfferedTool] = []
+    functions: list[OfferedFunction] = []
 
 
 class Chosen(msgspec.Struct, frozen=True):
@@ -89,9 +93,21 @@ def tools_of(
 
     Raises RequestError.
     """
-    read = typed({"tools": offered or []}, _ToolsOfBody).tools
+    read = typed({"tools": offered or []}, _Offered).tools
     tools = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(read))
     return offered_tools(tools, _chosen(choice), parallel, "function.name")
+
+
+def functions_of(offered: list[dict[str, Any]], choice: FunctionCallChoice | None) -> Tools | None:
+    """Finds the tools of OpenAI's older `functions`, of which one is called at most. Raises
+    RequestError.
+    """
+    read = typed({"functions": offered}, _Offered).functions
+    places = [f"functions[{i}]" for i in range(len(read))]
+    chosen = Chosen("none" if choice == "none" else "auto")
+    if isinstance(choice, NamedFunction):
+        chosen = Chosen("required", ((choice.name, "function_call.name"),), True)
+    return offered_tools(tuple(map(_of_function, read)), chosen, False, "name", places)
 
 
 def offered_tools(
@@ -116,7 +132,7 @@ def offered_tools(
     if not tools or chosen.mode == "none":
         return None
     for name, param in chosen.names:
-        require(name in seen, f"no tool of `tools` has the name {name[:128]!r}", param)
+        require(name in seen, f"no tool has the name {name[:128]!r}", param)
     callable_ = tuple(dict.fromkeys(name for name, _ in chosen.names))
     several = parallel is not False and not chosen.named
     return Tools(tools, chosen.mode, callable_, chosen.named, several)
@@ -145,6 +161,10 @@ def _tool(tool: OfferedTool, where: str) -> Tool:
     function = tool.function
     require(function is not None, "expected `function`", where)
     assert function is not None
+    return _of_function(function)
+
+
+def _of_function(function: OfferedFunction) -> Tool:
     return Tool(function.name, function.description, function.parameters, bool(function.strict))
 
 

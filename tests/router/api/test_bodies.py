@@ -168,7 +168,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
             {"user": 1},
             {"nonsense": 1},
             {"suffix": "x"},
-            {"functions": [{"name": "f"}]},
+            {"function_call": {"name": "f"}},
             {"response_format": {"type": "json"}},
             {"adapter_source": "pbase", "model": "x"},
         )
@@ -212,7 +212,6 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
     (CHAT, {"max_completion_tokens": 0}, "max_completion_tokens"),
     (CHAT, {"max_completion_tokens": 3, "max_tokens": 4}, "max_completion_tokens"),
     (CHAT, {"tool_choice": "required"}, "tool_choice"),
-    (CHAT, {"functions": [{"name": "f"}]}, "functions"),
     (CHAT, {"modalities": ["text", "audio"]}, "modalities"),
     (CHAT, {"chat_template_kwargs": [1]}, "chat_template_kwargs"),
     (CHAT, {"chat_template": 1}, "chat_template"),
@@ -776,7 +775,7 @@ def test_reasoning_has_several_names(name: str) -> None:
 @pytest.mark.parametrize("choice", ["auto", "none"])
 def test_a_choice_among_no_tools_asks_for_nothing(choice: str) -> None:
     assert call_of(CHAT, tool_choice=choice, function_call=choice) == call_of(CHAT)
-    assert call_of(COMPLETIONS, tool_choice=choice) == call_of(COMPLETIONS)
+    assert call_of(COMPLETIONS, tool_choice=choice, function_call=choice) == call_of(COMPLETIONS)
     with pytest.raises(RequestError, match="`tools` is not supported yet"):
         call_of(COMPLETIONS, tools=[{"type": "function", "function": {"name": "f"}}])
 

@@ -322,6 +322,32 @@ def test_content_and_finish_reason_beside_calls(
     assert (choice.message.content, choice.finish_reason) == (content, reason)
 
 
+OLDER = {"functions": [{"name": "add"}]}
+
+
+@pytest.mark.parametrize(
+    ("choice", "reason"), [("auto", "function_call"), ({"name": "add"}, "stop")]
+)
+def test_a_call_of_an_older_function(choice: Any, reason: str) -> None:
+    asked, call = {**OLDER, "function_call": choice}, CALLS[:1]
+    answer = json.loads(chat(**asked).whole([divided(calls=call, text="")], [PROMPT]))
+    found = strict(ChatCompletion, answer).choices[0]
+    function = found.message.function_call
+    assert (found.finish_reason, found.message.content) == (reason, None)
+    assert (function.name, function.arguments) == ("add", '{"a": 1}')
+    assert "tool_calls" not in answer["choices"][0]["message"]
+    last = msgspec.structs.replace(CALL_EVENTS[5], calls=CALL_EVENTS[5].calls[:1])
+    *parts, _ = stream(chat(stream=True, **asked), [*CALL_EVENTS[:5], last, CALL_EVENTS[6]])
+    chunks = [strict(ChatCompletionChunk, part).choices[0] for part in parts]
+    deltas = [part["choices"][0]["delta"] for part in parts]
+    assert [delta["function_call"] for delta in deltas if "function_call" in delta] == [
+        {"arguments": "", "name": "add"},
+        {"arguments": '{"a": 1}'},
+    ]
+    assert not any("tool_calls" in delta for delta in deltas)
+    assert chunks[-1].finish_reason == reason
+
+
 def test_streamed_calls_and_reasoning() -> None:
     *parts, done = stream(chat(stream=True), CALL_EVENTS)
     chunks = [strict(ChatCompletionChunk, part).choices[0] for part in parts]

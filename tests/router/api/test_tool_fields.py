@@ -59,6 +59,27 @@ def test_templates_get_tools_as_they_came() -> None:
     assert json.dumps(call_of(CHAT, tools=offered).template.tools) == json.dumps(offered)
 
 
+OLDER = [tool["function"] for tool in (WEATHER, NOW)]
+
+
+@pytest.mark.parametrize(
+    ("choice", "same", "tools"),
+    [
+        (None, "auto", Tools(BOTH, parallel=False)),
+        ("auto", "auto", Tools(BOTH, parallel=False)),
+        ("none", "none", None),
+        ({"name": "now"}, named("now"), Tools(BOTH, "required", ("now",), True, False)),
+    ],
+)
+def test_functions_of_old_are_tools_of_which_one_is_called(
+    choice: Any, same: Any, tools: Tools | None
+) -> None:
+    call = call_of(CHAT, functions=OLDER, function_call=choice)
+    assert call.tools == tools
+    newer = {"tools": [WEATHER, NOW], "tool_choice": same, "parallel_tool_calls": False}
+    assert call == call_of(CHAT, **newer)
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -85,7 +106,13 @@ def test_templates_get_tools_as_they_came() -> None:
         ({"tools": [named("a b")]}, "tools[0].function.name"),
         ({"tools": [named("n" * 129)]}, "tools[0].function.name"),
         ({"tools": [named(f"n{i}") for i in range(513)]}, "tools"),
-        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"functions": [{"name": "f"}, {"name": "f"}]}, "functions[1].name"),
+        ({"functions": [{"name": "f"}, {"name": "a b"}]}, "functions[1].name"),
+        ({"functions": [{"description": "f"}]}, "functions[0].name"),
+        ({"functions": OLDER, "tools": [NOW]}, "tools"),
+        ({"functions": OLDER, "tool_choice": "required"}, "tool_choice"),
+        ({"functions": OLDER, "function_call": {"name": "f"}}, "function_call.name"),
+        ({"functions": OLDER, "function_call": "now"}, "function_call"),
         ({"function_call": {"name": "f"}}, "function_call"),
         ({"tools": [NOW], "parallel_tool_calls": "no"}, "parallel_tool_calls"),
         ({"reasoning_effort": "utmost"}, "reasoning_effort"),

@@ -285,7 +285,7 @@ class BaseSpec(msgspec.Struct, frozen=True):
     hidden_size: features of a row of the embedding, and of what the head reads.
     model_modules: `embed_tokens` (in = vocabulary, out = hidden), `lm_head`, and products between
         these and the layers, if there are some -> shape.
-    embedding_digests: `embed_tokens` and `lm_head` -> `float_digest` of the base's weights
+    embedding_digests: `embed_tokens`, `lm_head`, `lm_head.bias` -> `float_digest` of the base's
         (`loraplex.adapters.safetensors.floats`). An adapter that brings an equal copy of them, as
         PEFT saves it, is then accepted.
     tokens: text -> id, all that the base's tokenizer knows; None = not known.

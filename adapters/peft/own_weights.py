@@ -73,8 +73,8 @@ def check_tables(
         for module in (base.model_modules[name] for name in names & base.model_modules.keys()):
             if module.path in targeted:
                 refuse(key, f"{module.path} is targeted, too; an adapter has one of the two")
-            if module.has_bias:
-                refuse(key, f"{module.path} of the base model has a bias")
+            if module.has_bias and names is not whole:
+                refuse(key, f"{module.path} of the base model has a bias, which PEFT leaves out")
     if whole and rows and (base.is_tied or whole & rows.keys()):
         refuse("trainable_token_indices", "not beside modules_to_save of the same or a tied table")
     if len(set(rows.values())) > 1 and _is_tied(config, base):
@@ -170,10 +170,11 @@ class TablePlacer:
 
         PEFT saves them as the training has resized them, whatever the config says.
         """
-        modules = self._base.model_modules.values()
+        modules, vocab = self._base.model_modules.values(), self._base.vocab_size
+        is_larger = any(table.shape[0] > vocab for table in self._tables.values())
         for key, is_there in (
             ("alora_invocation_tokens", self._config.alora_invocation_tokens),
-            ("a head with a bias", any(module.has_bias for module in modules)),
+            ("a head with a bias", is_larger and any(module.has_bias for module in modules)),
         ):
             if is_there:
                 words = "beside resized tables is not supported; train without resizing"

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from loraplex.adapters.base import BaseModule, BaseSpec, ExpertWeight, base_modules
+from loraplex.adapters.base import MODEL_SITES, BaseModule, BaseSpec, ExpertWeight, base_modules
 from loraplex.adapters.coverage import Site
 from loraplex.adapters.peft.lora_tensors import (
     ExpertPair,
@@ -272,7 +272,9 @@ class ModulePlacer:
                 lora = stacked.get((module.layer, module.name))
             if lora is not None:
                 modules.append(lora)
-        found, missing, biases = self._found, tuple(self._missing), tuple(self._biases())
+        found, missing, tables = self._found, tuple(self._missing), self._tables()
+        whole = {table.module: table.size for table in tables if not table.ids}
+        biases = tuple(self._biases(whole))
         return LoraTensors(
             self._matcher.config,
             tuple(modules),
@@ -280,7 +282,7 @@ class ModulePlacer:
             missing,
             found.naming,
             biases,
-            self._tables(),
+            tables,
             place_head(self._matcher.config, found.whole, self._base, self._findings),
             tuple(self._norms()),
             len(found.of_images),
@@ -294,20 +296,34 @@ class ModulePlacer:
         config, found = self._matcher.config, self._found
         return place_norms(config, found.whole, self._base, found.naming, self._findings)
 
-    def _biases(self) -> Iterator[OwnBias]:
-        """Yields biases that replace the base's."""
+    def _biases(self, tables: Mapping[str, int]) -> Iterator[OwnBias]:
+        """Yields biases that replace the base's, and notes copies of these. tables: the adapter's
+        own, by short name, with their tokens."""
+        is_none = self._matcher.config.bias == "none"
         for module in base_modules(self._base):
-            if module.path not in self._found.biases:
+            tensor, is_own = self._found.biases.get(module.path), module.name in tables
+            if tensor is None:
+                if is_own and module.shape.has_bias:
+                    message = f"the file has weights of {module.path}, and no bias of it"
+                    self._findings.add("missing_tensor", module.path, message)
                 continue
-            tensor = self._found.biases[module.path]
+            if is_none and not is_own and self._is_copied(module):
+                self._found.copies += ((f"{module.name}.bias", tensor),)
+                continue
             is_wrapped = module.path in self._found.wrapped_biases
-            problem = self._bias_problem(module, is_wrapped=is_wrapped)
+            problem = None if is_own else self._bias_problem(module, is_wrapped=is_wrapped)
             if problem is not None:
                 code, words = problem
                 self._findings.add(code, tensor.name, f"{tensor.name}: {words}")
                 continue
-            check_floats(tensor, (module.shape.out_features,), self._findings)
+            size = tables.get(module.name, module.shape.out_features)
+            check_floats(tensor, (size,), self._findings)
             yield OwnBias(module.layer, module.name, tensor)
+
+    def _is_copied(self, module: BaseModule) -> bool:
+        """Whether a bias can be compared with the base's, as PEFT saves that of a targeted head."""
+        known = self._base.is_inferred or f"{module.name}.bias" in self._base.embedding_digests
+        return known and module.name in MODEL_SITES
 
     def _bias_problem(self, module: BaseModule, *, is_wrapped: bool) -> tuple[str, str] | None:
         """Why a bias cannot be placed, as a code and words; None when it can. is_wrapped: as the

@@ -316,8 +316,10 @@ def _vector_targets(
     for projection, (tensors, place) in enumerate(zip(rows, places, strict=True)):
         for piece in base.of_site(site.layer, site.role, projection).outputs(shard):
             for row, tensor in zip(place[:, piece.target], tensors, strict=False):
-                if tensor is not None:
-                    yield SlabTarget(tensor, row, _rows(tensor)[piece.source], is_wide=True)
+                # That of a smaller table than the base's ends earlier.
+                there = range(0) if tensor is None else _rows(tensor)[piece.source]
+                if tensor is not None and there:
+                    yield SlabTarget(tensor, row[: len(there)], there, is_wide=True)
 
 
 def _stacked_a(lora: StackedLora, numbers: Numbers, inputs: slice) -> SlabTarget:

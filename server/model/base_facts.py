@@ -53,11 +53,13 @@ def read_base_spec(folder: Path, names: tuple[str, ...]) -> BaseSpec:
     names_of = {"embed_tokens": tables(shards, model)[0], "lm_head": tables(shards, model)[-1]}
     if model.head.linear.parts[0].path in stored_forms(model, stored_tensors(read)):
         del names_of["lm_head"]  # no adapter holds a copy of what is quantised
+    elif model.head.linear.bias:
+        names_of["lm_head.bias"] = f"{model.head.linear.parts[0].path}.bias"
     tensors = tuple(dict.fromkeys(names_of.values()))
     with ThreadPoolExecutor(len(tensors)) as threads:  # seconds each, at the start
         found = dict(zip(tensors, threads.map(partial(_digest, shards), tensors), strict=True))
     digests = {module: found[name] for module, name in names_of.items()}
-    if model.head.tied and len(set(digests.values())) > 1:
+    if model.head.tied and digests.get("lm_head") not in (None, digests["embed_tokens"]):
         raise CheckpointError(
             f"{folder}: config.json ties lm_head to embed_tokens, but the weights hold a different"
             f" {model.head.tensor}; set tie_word_embeddings to false to use it, or remove it"

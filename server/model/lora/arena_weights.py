@@ -144,9 +144,19 @@ class Adapter:
                 self._view(table.begin, (table.rows, hidden)),
                 ids_on(self._arena.device, table.ids),
                 table.size,
+                self._addends(table.site),
             )
             for table in self.placed.tables
         }
+
+    def _addends(self, number: int) -> torch.Tensor | None:
+        """View what is added to the outputs of a site; None = nothing is."""
+        place = self.placed.sites.tolist().index(number)
+        begin, bits = (
+            each[place].tolist() for each in (self.placed.vectors, self.placed.vector_bits)
+        )
+        vectors, _ = self._vectors(self._sites[number], begin, bits)
+        return None if vectors is None else vectors[1]
 
     def own_norms(self) -> dict[int, NormParts]:
         """Return what the adapter has of norms. Queues on the current stream the work on stored

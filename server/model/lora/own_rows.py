@@ -24,11 +24,13 @@ class OwnRows:
     `[n]`, the token of each; None = all tokens of the adapter's vocabulary, which may be smaller
     or larger than the base's. size: of that vocabulary. Of devices that share the base each has
     the rows of its tokens, perhaps none, and counts them as `loraplex.adapters.token_rows` says.
+    addends: what is added to the base's bias, `[vocab]` of the device; None = nothing is.
     """
 
     rows: torch.Tensor
     ids: torch.Tensor | None
     size: int
+    addends: torch.Tensor | None = None
 
     def embed(self, token_ids: torch.Tensor, y: torch.Tensor) -> None:
         """Write own rows of the tokens over y `[tokens, hidden]`, which holds the base's rows."""
@@ -43,12 +45,15 @@ class OwnRows:
         own = self.rows[same.int().argmax(dim=1)]
         y.copy_(torch.where(same.any(dim=1, keepdim=True), own, y))
 
-    def logits(self, x: torch.Tensor, y: torch.Tensor) -> None:
+    def logits(self, x: torch.Tensor, y: torch.Tensor, bias: torch.Tensor | None) -> None:
         """Write own logits of x `[tokens, hidden]` over y `[tokens, vocab]`, which holds the
-        base's; of the device's tokens.
+        base's; of the device's tokens. bias: of the base's head, whose rows are all replaced then.
         """
         if self.ids is None:
-            torch.mm(x, self.rows.T, out=y[:, : len(self.rows)])
+            own = torch.mm(x, self.rows.T, out=y[:, : len(self.rows)])
+            if bias is not None:
+                bias = bias if self.addends is None else bias + self.addends
+                own.add_(bias[: len(self.rows)])
         else:
             y.index_copy_(1, self.ids, x @ self.rows.T)
 
@@ -168,18 +173,19 @@ def own_logits(
     site: int,
     x: torch.Tensor,
     y: torch.Tensor,
+    bias: torch.Tensor | None,
     *,
     one_by_one: bool = False,
 ) -> None:
-    """Write adapters' own logits over those of the base. one_by_one: a token's product is the same,
-    however many tokens have the adapter."""
+    """Write adapters' own logits over those of the base. bias: of the base's head. one_by_one: a
+    token's product is the same, however many tokens have the adapter."""
     for segment in segments:
         rows, begin, end = segment.by_site.get(site), segment.begin, segment.end
         if rows is not None:
             at_once = 1 if one_by_one else end - begin
             for first in range(begin, end, at_once):
                 part = slice(first, first + at_once)
-                rows.logits(x[part], y[part])
+                rows.logits(x[part], y[part], bias)
 
 
 def forbid_others(segments: tuple[OwnSegment, ...], site: int, y: torch.Tensor) -> None:

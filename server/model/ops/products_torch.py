@@ -172,7 +172,7 @@ class TorchProducts:
         if lora is not None:
             lora.add(site, x, y)
             y = y if width is None else widened(y, width)
-            own_logits(lora.own, site.number, x, y)
+            own_logits(lora.own, site.number, x, y, linear.bias)
         return y
 
     def forbid_others(self, logits: torch.Tensor, lora: LoraBatch, site: Site) -> None:

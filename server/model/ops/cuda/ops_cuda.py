@@ -236,7 +236,8 @@ class CudaOps:
         if lora is not None and lora.model_sites:
             self._lora_linear.add(x, y, lora, site)
             y = y if width is None else widened(y, width)
-            own_logits(lora.own, site.number, x, y, one_by_one=self.is_batch_invariant)
+            one_by_one = self.is_batch_invariant
+            own_logits(lora.own, site.number, x, y, linear.bias, one_by_one=one_by_one)
         return y
 
     def forbid_others(self, logits: torch.Tensor, lora: DeviceLora, site: Site) -> None:

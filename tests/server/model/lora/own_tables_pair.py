@@ -28,11 +28,12 @@ def own_tables_pair(
     sizes: dict[str, Any],
     folder: Path,
     patch: pytest.MonkeyPatch,
+    family: str = "qwen3",
     **options: Any,
 ) -> AbstractContextManager[Pair]:
     """One adapter, whose tables differ from the base's. sizes: of the model. options: of
     `small_pair`."""
-    model = make_model("qwen3", **sizes)
+    model = make_model(family, **sizes)
     save_model(model, folder)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

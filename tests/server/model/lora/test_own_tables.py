@@ -2,6 +2,8 @@
 1e-4."""
 
 from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,7 +14,9 @@ from loraplex.adapters.manifest import SlabLayout
 from tests.grids import beyond
 from tests.server.model.driver import Driver, Stream, generate
 from tests.server.model.families.parity import GREEDY, TOLERANCE, assert_parity, prompt
+from tests.server.model.families.variants import VARIANTS
 from tests.server.model.hub_models import add_adapter, make_model, reference_logprobs, save_model
+from tests.server.model.lora.judged_adapters import assert_as_peft
 from tests.server.model.slabs import pack
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -131,3 +135,25 @@ def test_own_rows_change_the_answer(tables: Tables) -> None:
             with torch.no_grad():
                 oracle.get_parameter(each).copy_(rows)
             assert (found - changed).abs().max() > 100 * TOLERANCE, each
+
+
+# Of a model whose head has a bias. A copy of both, saved beside LoRA, is the base's; tables that
+# the training has made smaller have a smaller bias.
+WITH_BIAS: dict[str, dict[str, Any]] = {
+    "targeted": {},
+    "whole": {"modules_to_save": ["lm_head"]},
+    "whole_and_all": {"modules_to_save": ["lm_head"], "bias": "all"},
+    "smaller": {"rows": 93},
+    "plain": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "shards"), beyond(1, [("phi", 2), *product(["phi", "gptj", "codegen"], [1, 4])])
+)
+def test_a_head_with_a_bias(family: str, shards: int, tmp_path: Path) -> None:
+    base = save_model(make_model(family), tmp_path)
+    target = VARIANTS[family].targets[0]
+    of_all = {n: {"target_modules": [target], **each} for n, each in WITH_BIAS.items()}
+    of_all["targeted"] = {"target_modules": [target, "lm_head"]}
+    assert_as_peft(family, base, of_all, shards)

@@ -5,6 +5,7 @@ it. Some classes take no more of it than its vocabulary and post-processor.
 """
 
 import json
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,8 @@ def read_tokenizer(folder: Path) -> tuple[Tokenizer, str]:
         text = _tokenizer_text(folder)
         if not text:
             raise CheckpointError(
-                f"{folder} has no {TOKENIZER_FILE}; a tokenizer of another form (tokenizer.model)"
-                " is not supported: convert it with transformers' AutoTokenizer and save_pretrained"
+                f"{folder} has no {TOKENIZER_FILE}. Where it has a tokenizer of another form, as "
+                f"tokenizer.model, this command makes the file: {_making(path)}"
             )
         tokenizer, text = _make(folder, text)
         # Some are read, and then fail at any letter: no vocabulary, and no unknown token.
@@ -56,6 +57,16 @@ def read_tokenizer(folder: Path) -> tuple[Tokenizer, str]:
             f"{path}: tokenizers {tokenizers.__version__} cannot use it ({error})"
         ) from None
     return tokenizer, text
+
+
+def _making(path: Path) -> str:
+    """The command by which a person makes the file at this path of the others in its folder."""
+    folder, file = str(path.parent), str(path)
+    code = (
+        "from transformers import AutoTokenizer as T; "
+        f"T.from_pretrained({folder!r}).backend_tokenizer.save({file!r})"
+    )
+    return f"pip install transformers sentencepiece protobuf && python -c {shlex.quote(code)}"
 
 
 def has_tokenizer(folder: Path) -> bool:

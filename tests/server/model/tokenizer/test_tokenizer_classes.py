@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shlex
 from pathlib import Path
 from typing import Any, cast
 
@@ -183,6 +184,24 @@ def test_a_vocabulary_and_merges_of_another_class_are_refused(tmp_path: Path) ->
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(CheckpointError, match="no tokenizer.json, which its class needs"):
         read_tokenizer(tmp_path)
+
+
+def test_a_refusal_has_the_command_that_makes_the_file(tmp_path: Path) -> None:
+    folder = tmp_path / "it's one's own"
+    folder.mkdir()
+    words = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "##b")
+    (folder / "vocab.txt").write_text("\n".join(words))
+    named = {f"{word[1:-1].lower()}_token": word for word in words[:5]}
+    settings = {"tokenizer_class": "BertTokenizer", **named}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    with pytest.raises(CheckpointError, match="this command makes the file: ") as refused:
+        read_tokenizer(folder)
+    command = str(refused.value).partition("this command makes the file: ")[2]
+    *_, python, option, code = shlex.split(command)
+    assert (python, option) == ("python", "-c")
+    exec(code, {})
+    check(folder)
 
 
 def test_model_types_are_registered_as_in_transformers() -> None:

@@ -4,12 +4,14 @@
 it. Some classes take no more of it than its vocabulary and post-processor.
 """
 
+import contextlib
 import json
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import tokenizers
 from tokenizers import AddedToken, Tokenizer
 
@@ -110,7 +112,27 @@ def _settings(folder: Path, text: str) -> dict[str, Any]:
         settings |= read_optional_json(folder / "special_tokens_map.json")
     if isinstance(listed, list):  # no other list counts
         settings |= {_EXTRA: listed, _EXTRA_BEFORE: None}
-    return defaults | settings
+    return _padding(text) | defaults | settings
+
+
+class _Padding(msgspec.Struct, frozen=True):
+    pad_token: str
+
+
+class _Padded(msgspec.Struct, frozen=True):
+    """The part of tokenizer.json that says with what texts are padded."""
+
+    padding: _Padding | None = None
+
+
+def _padding(text: str) -> dict[str, Any]:
+    """Read the padding token of tokenizer.json, which counts where nothing else names one. text:
+    the file's; "" = there is none. Others say what is wrong with the file.
+    """
+    with contextlib.suppress(msgspec.DecodeError):
+        found = msgspec.json.decode(text, type=_Padded).padding
+        return {} if found is None else {"pad_token": found.pad_token}
+    return {}
 
 
 def _rebuilt_class(folder: Path, settings: Mapping[str, Any], text: str) -> RebuiltClass | None:

@@ -104,6 +104,7 @@ def save(folder: Path, tokenizer_json: str, model_type: str, settings: dict[str,
 def check(folder: Path) -> None:
     theirs = cast(Any, AutoTokenizer).from_pretrained(folder)
     ours = Tokenizer.from_str(read_tokenizer(folder)[1])
+    ours.no_padding()
     assert ours.get_vocab(with_added_tokens=True) == theirs.get_vocab()
     for special in (True, False):
         expected = theirs(PROMPTS, add_special_tokens=special)["input_ids"]
@@ -176,6 +177,29 @@ def test_a_vocabulary_and_merges(model_type: str, settings: dict[str, Any], tmp_
     save(tmp_path, library.to_str(), model_type, settings)
     library.model.save(str(tmp_path))
     (tmp_path / "tokenizer.json").unlink()
+    check(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings"),
+    [
+        ("gemma", {}),
+        ("llama", {"tokenizer_class": "LlamaTokenizer"}),
+        ("llama", {"tokenizer_class": "LlamaTokenizer", "pad_token": None}),
+        ("qwen2", {"pad_token": "<|im_end|>"}),
+        ("qwen2", {}),
+        ("mistral", {}),
+        ("mistral", {"pad_token": None}),
+    ],
+    ids=repr,
+)
+def test_the_file_names_what_pads(
+    model_type: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    sentence_piece = model_type in ("gemma", "llama")
+    library = small_models.new_form() if sentence_piece else small_models.byte_level()
+    library.enable_padding(pad_id=9, pad_token="<|fills|>")
+    save(tmp_path, library.to_str(), model_type, settings)
     check(tmp_path)
 
 

@@ -64,13 +64,13 @@ def _check_headers(request: Request, max_bytes: int) -> None:
     # A browser's page may post forms, text and bytes without a type to any address without asking;
     # JSON it may not.
     unstated = "" if "origin" in request.headers else "application/json"
-    content_type = request.headers.get("content-type", unstated)
-    media_type = content_type.partition(";")[0].strip().lower()
+    kind, options = parse_options_header(request.headers.get("content-type", unstated))
+    media_type = kind.decode("latin-1")
     if media_type != "application/json" and not media_type.endswith("+json"):
         raise RequestError(
             "media_type", f"expected content-type application/json, got {media_type[:100]!r}"
         )
-    charset = parse_options_header(content_type)[1].get(b"charset", b"").decode("latin-1")
+    charset = options.get(b"charset", b"").decode("latin-1")
     if charset.strip("'").lower() not in _CHARSETS:
         raise RequestError("media_type", f"charset {charset[:100]!r} is not supported: send UTF-8")
     check_plain(request.headers, max_bytes)

@@ -10,7 +10,7 @@ from msgspec import Meta
 from loraplex.adapters.common.nearest import nearest
 from loraplex.router.api.lorax.generated import LoraxFormatter, LoraxOptions
 from loraplex.router.api.openai.common import OpenAIBody
-from loraplex.router.api.request.body import decode_plain, require, typed
+from loraplex.router.api.request.body import decode_plain, require, same, typed
 from loraplex.router.api.request.fields import (
     GenerationFields,
     NonNegative,
@@ -23,7 +23,7 @@ from loraplex.router.api.request.fields import (
     with_fields,
 )
 from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
-from loraplex.router.api.request.known_elsewhere import ALIASES, ELSEWHERE, Elsewhere, same
+from loraplex.router.api.request.known_elsewhere import ALIASES, ELSEWHERE, Elsewhere
 from loraplex.router.api.request.shapes import check_ends, format_shape, only_shape
 from loraplex.router.call import (
     BASE_PLACEHOLDERS,

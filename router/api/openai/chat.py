@@ -6,9 +6,8 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from loraplex.adapters.chat.conversation import ReasoningEffort, TemplateOptions, Verbosity
+from loraplex.adapters.chat.conversation import TemplateOptions, Verbosity
 from loraplex.router.api.openai.common import (
-    OpenAIBody,
     adapter_of,
     decode_openai,
     options_of,
@@ -29,14 +28,18 @@ from loraplex.router.api.openai.openai_formatter import (
     stopped,
 )
 from loraplex.router.api.openai.reasoning_asked import (
-    ChatReasoning,
-    ChatThinking,
+    ReasoningBody,
     ReasoningWish,
     reasoning_asked,
 )
-from loraplex.router.api.request.body import decode_plain, require
-from loraplex.router.api.request.chat_messages import Message, check_pixels, to_template
-from loraplex.router.api.request.fields import BOUNDS, NonNegative, Positive, ThinkingTokens
+from loraplex.router.api.request.body import agreed, decode_plain, require
+from loraplex.router.api.request.chat_messages import (
+    PIXELS,
+    Message,
+    check_pixels,
+    to_template,
+)
+from loraplex.router.api.request.fields import BOUNDS, NonNegative, Positive
 from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
 from loraplex.router.api.request.known_elsewhere import Elsewhere, without_refused
 from loraplex.router.api.request.tool_fields import (
@@ -389,7 +392,7 @@ class ImageOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     size: ImageSize | None = None
 
 
-class ChatBody(OpenAIBody, frozen=True, kw_only=True):
+class ChatBody(ReasoningBody, frozen=True, kw_only=True):
     """Body of a request to `/v1/chat/completions`. max_tokens: absent = all that fits.
 
     Extensions: echo: the answer begins with the last message, if that is the assistant's.
@@ -419,16 +422,9 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
     parallel_tool_calls: bool | None = None
     functions: OfferedFunctions | None = None
     function_call: FunctionCallChoice | None = None
-    reasoning_effort: ReasoningEffort | None = None
     verbosity: Verbosity | None = None
-    include_reasoning: bool | None = None
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None
-    thinking_token_budget: ThinkingTokens | None = None
-    enable_thinking: bool | None = None
-    thinking_budget: ThinkingTokens | None = None
-    thinking: ChatThinking | None = None
-    reasoning: ChatReasoning | None = None
     mm_processor_kwargs: ImageOptions | None = None
 
 
@@ -533,10 +529,11 @@ def _pixels_of(request: ChatBody) -> PixelBounds:
     """Returns the bounds of pictures that say none themselves. Raises RequestError."""
     name, given = "mm_processor_kwargs", request.mm_processor_kwargs or ImageOptions()
     size = given.size or ImageSize()
-    pairs = (given.min_pixels, size.shortest_edge), (given.max_pixels, size.longest_edge)
-    for pair in pairs:
-        require(None in pair or pair[0] == pair[1], "has two sizes", name)
-    least, most = ((own or of_size or 0) for own, of_size in pairs)
+    edges = size.shortest_edge, size.longest_edge
+    least, most = (
+        agreed({f"{name}.size": edge, f"{name}.{bound}": getattr(given, bound)}) or 0
+        for bound, edge in zip(PIXELS, edges, strict=True)
+    )
     check_pixels((least, most), name)
     return least, most
 

@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from loraplex.router.api.openai.openai_formatter import AnswerOptions, UsageIn
-from loraplex.router.api.request.body import decode_plain, require
+from loraplex.router.api.request.body import decode_plain, require, same
 from loraplex.router.api.request.fields import (
     MAX_INT32,
     AdapterFields,
@@ -27,7 +27,6 @@ from loraplex.router.api.request.fields import (
 from loraplex.router.api.request.formatter import ApiLimits
 from loraplex.router.api.request.known_elsewhere import (
     check_unknown_parts,
-    same,
     typed_by_aliases,
     unsupported,
 )

@@ -5,15 +5,14 @@ Pure.
 and Anthropic, `reasoning` OpenRouter's.
 """
 
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from loraplex.adapters.chat.conversation import ReasoningEffort
-from loraplex.router.api.request.body import require
-from loraplex.router.api.request.fields import Positive
-
-T = TypeVar("T")
+from loraplex.router.api.openai.common import OpenAIBody
+from loraplex.router.api.request.body import agreed, require
+from loraplex.router.api.request.fields import Positive, ThinkingTokens
 
 
 class ChatThinking(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,57 +44,48 @@ class ReasoningWish(NamedTuple):
     is_included: bool | None
 
 
-class AsksForReasoning(Protocol):
-    """A body's fields about reasoning."""
+class ReasoningBody(OpenAIBody, frozen=True, kw_only=True):
+    """Fields of a chat about reasoning."""
 
-    @property
-    def reasoning_effort(self) -> ReasoningEffort | None: ...
-    @property
-    def include_reasoning(self) -> bool | None: ...
-    @property
-    def thinking_token_budget(self) -> int | None: ...
-    @property
-    def enable_thinking(self) -> bool | None: ...
-    @property
-    def thinking_budget(self) -> int | None: ...
-    @property
-    def thinking(self) -> ChatThinking | None: ...
-    @property
-    def reasoning(self) -> ChatReasoning | None: ...
+    reasoning_effort: ReasoningEffort | None = None
+    include_reasoning: bool | None = None
+    thinking_token_budget: ThinkingTokens | None = None
+    enable_thinking: bool | None = None
+    thinking_budget: ThinkingTokens | None = None
+    thinking: ChatThinking | None = None
+    reasoning: ChatReasoning | None = None
 
 
-def reasoning_asked(fields: AsksForReasoning) -> ReasoningWish:
+def reasoning_asked(fields: ReasoningBody) -> ReasoningWish:
     """Joins what a body's fields say. Raises RequestError where two contradict each other."""
-    thinking, reasoning = fields.thinking, fields.reasoning or ChatReasoning()
-    budget = _agreed(
-        thinking_token_budget=fields.thinking_token_budget,
-        thinking_budget=fields.thinking_budget,
-        **{"thinking.budget_tokens": None if thinking is None else thinking.budget_tokens},
-        **{"reasoning.max_tokens": reasoning.max_tokens},
+    thinking = fields.thinking or ChatThinking("auto")
+    reasoning = fields.reasoning or ChatReasoning()
+    budget = agreed(
+        {
+            "thinking_token_budget": fields.thinking_token_budget,
+            "thinking_budget": fields.thinking_budget,
+            "thinking.budget_tokens": thinking.budget_tokens,
+            "reasoning.max_tokens": reasoning.max_tokens,
+        }
     )
-    thinks = _agreed(
-        enable_thinking=fields.enable_thinking,
-        thinking=None if thinking is None else thinking.switch,
-        **{"reasoning.enabled": reasoning.enabled},
+    thinks = agreed(
+        {
+            "enable_thinking": fields.enable_thinking,
+            "thinking": thinking.switch,
+            "reasoning.enabled": reasoning.enabled,
+        }
     )
-    effort: ReasoningEffort | None = _agreed(
-        reasoning_effort=fields.reasoning_effort, **{"reasoning.effort": reasoning.effort}
+    effort: ReasoningEffort | None = agreed(
+        {"reasoning_effort": fields.reasoning_effort, "reasoning.effort": reasoning.effort}
     )
     if thinks is not None and effort is not None:
         param = "reasoning_effort" if fields.reasoning_effort else "reasoning.effort"
         require((effort != "none") is thinks, "contradicts a field that switches reasoning", param)
     excludes = reasoning.exclude
-    included = _agreed(
-        include_reasoning=fields.include_reasoning,
-        **{"reasoning.exclude": None if excludes is None else not excludes},
+    included = agreed(
+        {
+            "include_reasoning": fields.include_reasoning,
+            "reasoning.exclude": None if excludes is None else not excludes,
+        }
     )
     return ReasoningWish(thinks, effort, budget, included)
-
-
-def _agreed(**said: T | None) -> T | None:
-    """Returns what fields say of one thing. Raises RequestError."""
-    given = {name: value for name, value in said.items() if value is not None}
-    first = next(iter(given), "")
-    for name, value in given.items():
-        require(value == given[first], f"contradicts `{first}`", name)
-    return given.get(first)

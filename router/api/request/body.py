@@ -23,6 +23,7 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 T = TypeVar("T", bound=msgspec.Struct)
 N = TypeVar("N", bound=str)
+V = TypeVar("V")
 
 
 def decode_body(body: bytes, kind: type[T]) -> tuple[T, dict[str, Any]]:
@@ -64,6 +65,22 @@ def require(condition: object, message: str, param: str) -> None:
     """Checks a condition of a field. Raises RequestError (invalid), which names the field."""
     if not condition:
         raise RequestError("invalid", f"`{param}`: {message}", param=param)
+
+
+def agreed(said: Mapping[str, V | None]) -> V | None:
+    """Returns what fields say of one thing; None = they say nothing. said: by field. Raises
+    RequestError where two contradict each other.
+    """
+    given = {name: value for name, value in said.items() if value is not None}
+    first = next(iter(given), "")
+    for name, value in given.items():
+        require(same(value, given[first]), f"contradicts `{first}`", name)
+    return given.get(first)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Compares two values of JSON, in which 1 and true differ; they are equal in Python."""
+    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
 
 
 def whole_number(text: str, least: int, most: int, param: str) -> int:

@@ -5,7 +5,7 @@ from typing import Any, Literal
 import msgspec
 
 from loraplex.adapters.chat.conversation import REASONING
-from loraplex.router.api.request.body import check_size, require
+from loraplex.router.api.request.body import agreed, check_size, require
 from loraplex.router.api.request.fields import Positive
 from loraplex.router.api.request.known_elsewhere import unsupported
 from loraplex.router.call import RequestError
@@ -167,10 +167,7 @@ def _fits(last: Message, part: str) -> bool:
 
 
 def _reasoning(message: Message, where: str) -> str | None:
-    found = [(name, value) for name in REASONING if (value := getattr(message, name)) is not None]
-    for name, value in found[1:]:
-        require(value == found[0][1], f"contradicts `{found[0][0]}`", f"{where}.{name}")
-    return found[0][1] if found else None
+    return agreed({f"{where}.{name}": getattr(message, name) for name in REASONING})
 
 
 def _content(
@@ -207,19 +204,14 @@ def _part(part: MessagePart, param: str, pixels: PixelBounds) -> dict[str, Any]:
     url = given.url if isinstance(given, ImageUrl) else given
     require(url is not None, "expected `image_url`", param)
     least, most = (
-        _bound(part, given, name, where) or usual
+        agreed(
+            {f"{param}.{name}": getattr(part, name), f"{where}.{name}": getattr(given, name, None)}
+        )
+        or usual
         for name, usual in zip(PIXELS, pixels, strict=True)
     )
     check_pixels((least, most), where)
     return {"type": "image", "url": url, "where": where, "pixels": (least, most)}
-
-
-def _bound(part: MessagePart, given: ImageUrl | str | None, name: str, where: str) -> int:
-    """A bound of a picture's pixels, which may stand in both; 0 = in none. Raises RequestError."""
-    beside, within = getattr(part, name), getattr(given, name, None)
-    is_one = None in (beside, within) or beside == within
-    require(is_one, f"contradicts `{name}` beside it", f"{where}.{name}")
-    return int(beside or within or 0)
 
 
 def check_pixels(pixels: PixelBounds, where: str) -> None:

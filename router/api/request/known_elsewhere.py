@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 import msgspec
 
 from loraplex.adapters.common.nearest import nearest
-from loraplex.router.api.request.body import require, typed
+from loraplex.router.api.request.body import agreed, same, typed
 from loraplex.router.call import RequestError
 
 _SHOWN = 100
@@ -28,11 +28,6 @@ class Elsewhere(msgspec.Struct, frozen=True):
         if isinstance(value, dict):
             value = {key: part for key, part in value.items() if part is not None}
         return value is None or any(same(value, one) for one in self.neutral)
-
-
-def same(one: Any, other: Any) -> bool:
-    """Compares two values of JSON, in which 1 and true differ; they are equal in Python."""
-    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
 
 
 _FORM = "use `response_format` or `structured_outputs`"
@@ -227,11 +222,8 @@ def typed_by_aliases(plain: dict[str, Any], kind: type[T]) -> T:
     found = {name: value for name, value in plain.items() if name not in aliases}
     spelled: dict[str, str] = {}
     for name, own in aliases.items():
-        value, first = plain.get(name), found.get(own)
-        said = value is not None and first is not None
-        message = f"contradicts `{spelled.get(own, own)}`"
-        require(not said or same(value, first), message, name)
-        if value is not None and first is None:
+        value = agreed({spelled.get(own, own): found.get(own), name: plain.get(name)})
+        if value is not None and found.get(own) is None:
             found[own], spelled[own] = value, name
     check_unknown(found, kind.__struct_fields__, kind.harmless)
     try:

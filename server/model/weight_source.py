@@ -53,7 +53,7 @@ class WeightSource:
         self._packed, self._at_load = packed, at_load
         self.dtype = dtype
         self.device = device
-        self._forms = forms
+        self.forms = forms
         self._stored = {
             name: (file.path, tensor.name)
             for file in files
@@ -113,7 +113,7 @@ class WeightSource:
         if form is None:
             return base
         # Matrices that are multiplied at once share one scale, the largest of theirs.
-        scale = max(map(self._input_scale, paths)) if form.scales == "tensor" else None
+        scale = max(map(self.input_scale, paths)) if form.scales == "tensor" else None
         return of_rounded_inputs(base, form, scale)
 
     def _base(
@@ -124,7 +124,7 @@ class WeightSource:
         heights = [cut.shape[0] for cut in cuts]
         shape = (sum(heights), cuts[0].shape[1])
         bias = self._bias(spec, cuts, layer)
-        if self._packed and all(path in self._forms for path in paths):
+        if self._packed and all(path in self.forms for path in paths):
             matrix = self._matrix([*zip(paths, cuts, strict=True)])
             if matrix is not None and matrix.shape == shape:
                 return QuantisedLinear(matrix, bias, self.dtype)
@@ -138,10 +138,10 @@ class WeightSource:
     def _input_form(self, paths: Sequence[str], layer: int | None) -> InputForm | None:
         """How inputs of a product are rounded; None = not at all."""
         at_load = None if layer is None else self._at_load
-        found = {input_form(self._forms.get(path, at_load)) for path in paths}
+        found = {input_form(self.forms.get(path, at_load)) for path in paths}
         return found.pop() if len(found) == 1 else None
 
-    def _input_scale(self, path: str) -> float:
+    def input_scale(self, path: str) -> float:
         """The one scale of a product's inputs. Raises CheckpointError where there is none."""
         scales = (self._optional(f"{path}.{name}") for name in INPUT_SCALES)
         stored = next((scale for scale in scales if scale is not None), None)
@@ -173,7 +173,7 @@ class WeightSource:
         """The matrix of quantised modules, one below the other; None where the kernels cannot read
         it.
         """
-        found = [self._packed_part(path, cut) for path, cut in parts]
+        found = [self.packed_part(path, cut) for path, cut in parts]
         cut = [part for part in found if part is not None]
         whole = joined(cut) if len(cut) == len(found) else None
         return None if whole is None else matrix_of(whole)
@@ -182,13 +182,13 @@ class WeightSource:
         """Write the device's part of a matrix. weight: `cut.shape`, which the matrix of the module
         at `path` is written to. transposed: it is stored so, where it is not quantised.
         """
-        if path not in self._forms:
+        if path not in self.forms:
             stored = self.mapped(f"{path}.weight")
             cut.copy(stored.T if transposed else stored, weight)
         else:
             cut.dequantise(partial(self._unpacked, path, cut.whole), weight)
 
-    def _packed_part(self, path: str, cut: Cut) -> PackedWeight | None:
+    def packed_part(self, path: str, cut: Cut) -> PackedWeight | None:
         """Read the device's part of a quantised matrix to the device; None where the part is none
         by itself.
         """
@@ -201,7 +201,7 @@ class WeightSource:
         """
         stored = Stored(lambda suffix: self._optional(f"{path}.{suffix}"), shape, area)
         try:
-            return unpack(self._forms[path], stored)
+            return unpack(self.forms[path], stored)
         except ValueError as error:
             raise CheckpointError(f"{path}: {error}") from None
 
@@ -235,7 +235,7 @@ class WeightSource:
         devices sum their products, the first adds the bias."""
         paths = [path_in(part.path, layer) for part in spec.parts]
         parts = [
-            self._optional(f"{path}.bias") if spec.bias or path in self._forms else None
+            self._optional(f"{path}.bias") if spec.bias or path in self.forms else None
             for path in paths
         ]
         if spec.sharding == "row" and self.shard.index > 0:
@@ -283,7 +283,7 @@ class WeightSource:
             whole = tensors.packed()
             return None if whole is None else matrix_of(whole.to(self.device))
         paths = [layer_path(layer, matrix.path) for matrix in spec.matrices()]
-        if not paths or not all(path in self._forms for path in paths):
+        if not paths or not all(path in self.forms for path in paths):
             return None
         return self._matrix([*zip(paths, [*cuts] * spec.experts, strict=True)])
 

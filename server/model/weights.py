@@ -298,23 +298,39 @@ def load_weights(
         stays = on_gpu if packed is None else packed
         made = None if at_load is None else form_at_load(at_load, model.quantisation)
         source = WeightSource(shards, forms, dtype, device, packed=stays, at_load=made, shard=shard)
-        embed = source.table(embedding)
         nbytes = sum(tensor.nbytes for tensor in stored.values())
-        mine, layers = nbytes / shard.count / (1 << 30), []
-        for index in range(model.num_layers):
-            read(mine * index / model.num_layers, mine, "GiB")
-            layers.append(_load_layer(source, model, index))
-        head = DenseLinear(embed) if model.head.tied else source.linear(model.head.linear)
-        if model.head.is_normed and isinstance(head, DenseLinear):
-            head.weight.copy_(functional.normalize(head.weight.float()))
-        norm = _norm(source, model.norm)
-        beside = _load_embedding(source, model.embedding)
-        parts = embed, tuple(layers), norm, head, _load_scores(source, model), beside
-        output = None if model.output is None else source.linear(model.output)
-        biases, dense = _load_biases(source, model), _load_dense(folder, device)
-        distances = _load_distances(source, model)
+        mine = nbytes / shard.count / (1 << 30)
+        weights = weights_of(source, model, embedding, lambda done: read(mine * done, mine, "GiB"))
         tower = None if model.pictures is None else load_tower(folder, model, dtype, device)
-        return ModelWeights(*parts, biases, dense, output, distances, tower)
+        return replace(weights, dense=_load_dense(folder, device), tower=tower)
+
+
+def weights_of(
+    source: WeightSource,
+    model: ModelSpec,
+    embedding: str,
+    read: Callable[[float], None] = lambda done: None,
+) -> ModelWeights:
+    """Make the device's part of a model, but its tower and the products of pooled vectors. model:
+    whole. embedding: the table's name. read: hears about which part of the layers was read."""
+    embed, layers = source.table(embedding), []
+    for index in range(model.num_layers):
+        read(index / model.num_layers)
+        layers.append(_load_layer(source, model, index))
+    head = DenseLinear(embed) if model.head.tied else source.linear(model.head.linear)
+    if model.head.is_normed and isinstance(head, DenseLinear):
+        head.weight.copy_(functional.normalize(head.weight.float()))
+    return ModelWeights(
+        embed,
+        tuple(layers),
+        _norm(source, model.norm),
+        head,
+        _load_scores(source, model),
+        _load_embedding(source, model.embedding),
+        _load_biases(source, model),
+        output=None if model.output is None else source.linear(model.output),
+        distances=_load_distances(source, model),
+    )
 
 
 def load_tower(
@@ -427,8 +443,8 @@ def _load_embedding(source: WeightSource, spec: EmbeddingSpec) -> EmbeddingWeigh
 def _load_inputs(source: WeightSource, spec: LayerInputs | None) -> InputWeights | None:
     if spec is None:
         return None
-    piece = Span(spec.size).piece(source.shard)
-    stored = source.mapped(spec.tensor).view(spec.rows, spec.layers, spec.size)[..., piece]
+    piece = Span(spec.own_size).piece(source.shard)
+    stored = source.mapped(spec.tensor).view(spec.rows, spec.layers, spec.own_size)[..., piece]
     table = torch.empty(stored.shape, dtype=source.dtype, device=source.device).copy_(stored)
     return InputWeights(spec, table, source.linear(spec.linear), _norm(source, spec.norm), piece)
 
@@ -547,7 +563,7 @@ def _qk_norm(
         if norm is not None
     )
     of_heads = [
-        source.heads(tensor.view(-1, spec.head_dim).expand(heads, -1))
+        source.heads(tensor.view(-1, spec.head_dim)[:heads].expand(heads, -1))
         for tensor, heads in loaded
         if tensor is not None
     ]

@@ -34,8 +34,7 @@ def rows_of_shard(ids: Sequence[int], vocab: int, shard: Shard) -> list[int]:
 
 
 def _rows(ids: Sequence[int], vocab: int, shard: Shard) -> Iterator[tuple[int, int]]:
-    """Place in `ids` of each token that a shard has, and the token as the shard counts it. The only
-    shard has all."""
+    """Places in `ids` of a shard's tokens, and tokens as it counts them. The only shard has all."""
     if shard.count == 1:
         yield from enumerate(ids)
         return

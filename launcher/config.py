@@ -134,9 +134,7 @@ def _check_void(config: WorkerConfig) -> None:
 
 
 def check_variables(environ: Mapping[str, str]) -> None:
-    """Checks the names of environment variables. Raises OptionError for LORAPLEX_ variables that
-    are no option of any command.
-    """
+    """Raises OptionError for LORAPLEX_ variables that are no option of any command."""
     options = (*WORKER_OPTIONS, *ROUTER_OPTIONS, *GROUP_OPTIONS, API_KEY)
     known = {option.variable for option in options}
     known |= {f"{option.variable}_FILE" for option in options if option.is_secret}

@@ -16,9 +16,7 @@ _SLOWEST, _FASTEST = 1e-3, 1e6
 
 
 def worded(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """Makes a type of argparse that shows the parser's own error. parse: raises ValueError with a
-    sentence that is meant for the user.
-    """
+    """A type of argparse that shows the parser's sentence, a ValueError, as it is."""
 
     def read(text: str) -> T:
         try:

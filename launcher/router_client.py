@@ -101,9 +101,7 @@ def _content(http: httpx.Client, answer: httpx.Response) -> Any:
 
 
 def push(http: httpx.Client, path: str, folder: Path) -> Any:
-    """Uploads the adapter in a folder, and gives the answer's JSON. An upload that breaks off goes
-    on where it was. Raises Failed.
-    """
+    """Uploads a folder's adapter, going on where it broke off; the answer's JSON. Raises Failed."""
     try:
         files = adapter_files(folder)
         total = archive_bytes(files)

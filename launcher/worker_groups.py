@@ -109,9 +109,7 @@ def _check_room(asked: AskedGroups, gpus: int) -> None:
 
 
 def _fewest(most: int, counts: Sequence[int], fit: Callable[[int], Fit]) -> int:
-    """The fewest GPUs that hold the model well, else that hold it. most: of a worker. Raises
-    OptionError.
-    """
+    """The fewest GPUs that fit well, else that fit. most: of a worker. Raises OptionError."""
     fits = {count: fit(count) for count in counts if count <= most}
     for wanted in ("well", "tight"):
         found = next((count for count, how in fits.items() if how == wanted), None)

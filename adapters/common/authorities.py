@@ -6,9 +6,7 @@ import certifi
 
 
 def trusted_context() -> ssl.SSLContext:
-    """Makes a TLS context with the system's authorities (`SSL_CERT_FILE` holds) and certifi's, for
-    machines that have none.
-    """
+    """A TLS context with the system's authorities (also `SSL_CERT_FILE`) and certifi's."""
     context = ssl.create_default_context()
     context.load_verify_locations(certifi.where())
     return context

@@ -83,9 +83,7 @@ def sync_files(folder: Path) -> None:
 
 
 def share_bytes(source: int, target: int) -> bool:
-    """Gives an empty open file the content of another, where a file system lets both share it
-    until one is written to.
-    """
+    """Gives an empty open file another's content where the file system lets both share it."""
     with suppress(OSError):
         fcntl.ioctl(target, _FICLONE, source)
         return True
@@ -129,8 +127,7 @@ class Hold:
 
 
 def hold(path: Path) -> Hold:
-    """Holds a file or folder, after any removal that has begun. A replacement at `path` is held
-    instead. Raises OSError."""
+    """Holds a file or folder once begun removals are over, or its replacement. Raises OSError."""
     while True:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:

@@ -12,8 +12,7 @@ _MARKER = re.compile(r"extra\s*==\s*['\"]([\w.-]+)['\"]")
 
 
 def sentence(error: ModuleNotFoundError, wanted: str = "") -> str | None:
-    """Tell a person what to install; None for a fault of loraplex itself. wanted: the extra that
-    the whole command needs."""
+    """Tell what to install; None for a fault of loraplex itself. wanted: the command's extra."""
     module = (error.name or "").partition(".")[0]
     if not module or module in (_DISTRIBUTION, *sys.stdlib_module_names):
         return None

@@ -175,9 +175,7 @@ def _reader(parts: list[dict[str, Any]]) -> Callable[[str], bytes]:
 
 
 def _check_fused(part: dict[str, Any]) -> None:
-    """Refuses most steps on the whole text. One that concerns only the text's start says nothing of
-    later tokens.
-    """
+    """Refuses most steps on the whole text: the text's start alone says nothing of later tokens."""
     if part["type"] == "Strip" and not part.get("stop"):
         return
     raise UnknownBytes(f"its decoder applies {part['type']} to whole texts")

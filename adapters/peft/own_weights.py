@@ -313,8 +313,7 @@ def check_norms(config: PeftConfig, base: BaseSpec, findings: Findings) -> None:
 
 
 def check_others(config: PeftConfig, base: BaseSpec, findings: Findings) -> None:
-    """Adds a finding for a module in `modules_to_save`, or one that holds others, that no adapter
-    has whole."""
+    """Finds modules in `modules_to_save`, or ones that hold others, that no adapter has whole."""
     names = [name for name in config.modules_to_save if not may_be_saved(name)]
     paths = [f"{module.path}." for module in base_modules(base)] if names else []
     for name in names:

@@ -157,8 +157,7 @@ def _all_below(raw: Raw, nbytes: int, limit: int) -> bool:
 
 
 class FloatDigest:
-    """sha256 of a tensor's values as float32. Equal values give equal digests, whatever dtype each
-    part of them is stored in."""
+    """sha256 of a tensor's values as float32, equal for equal values of whatever dtype."""
 
     def __init__(self) -> None:
         self._sha256 = hashlib.sha256()

@@ -32,9 +32,7 @@ def is_shard(name: str) -> bool:
 
 
 def parse_index(data: bytes, name: str, findings: Findings) -> dict[str, str] | None:
-    """Reads the index of weights in several files. Tensor -> the file that holds it, by the bytes
-    of the index `name`; None when it is bad.
-    """
+    """Tensor -> its file, by the bytes of the index `name`; None when it is bad."""
     try:
         weight_map = decode_object(data).get("weight_map")
     except StrictJsonError as error:

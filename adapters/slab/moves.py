@@ -50,9 +50,7 @@ class Moves(NamedTuple):
 
     @classmethod
     def of(cls, placed: Iterable[Placed], layout: SlabLayout) -> "Moves":
-        """placed: the offset in the slab of each tensor, and the tensor. No tensor is there twice,
-        and each has whole words of 8 bytes.
-        """
+        """placed: offsets in the slab, and tensors, of whole words of 8 bytes, none twice."""
         in_order = sorted(placed, key=itemgetter(0))
         ends = [0, *(offset + tensor.nbytes for offset, tensor in in_order)]
         starts = [*(offset for offset, _ in in_order), layout.nbytes]

@@ -309,9 +309,7 @@ def _vector_targets(
     base: BaseSpec,
     shard: Shard,
 ) -> Iterator[SlabTarget]:
-    """Lists where a shard's part of biases or other vectors goes. rows: of each projection.
-    numbers: of all of them, side by side.
-    """
+    """The places of a shard's vectors. rows: of each projection. numbers: of all, side by side."""
     places = np.split(numbers, np.cumsum(widths_of(site, base))[:-1], 1)
     for projection, (tensors, place) in enumerate(zip(rows, places, strict=True)):
         for piece in base.of_site(site.layer, site.role, projection).outputs(shard):
@@ -323,9 +321,7 @@ def _vector_targets(
 
 
 def _stacked_a(lora: StackedLora, numbers: Numbers, inputs: slice) -> SlabTarget:
-    """The place of the A of an adapter with stacked experts. numbers: `[experts, rank, in]`,
-    nothing between its experts.
-    """
+    """The place of stacked experts' A. numbers: `[experts, rank, in]`, nothing between experts."""
     if lora.is_swapped:
         return SlabTarget(lora.b, numbers.transpose(2, 1, 0), _rows(lora.b)[inputs])
     return SlabTarget(lora.a, numbers.reshape(-1, numbers.shape[-1]), _rows(lora.a), inputs)
@@ -336,9 +332,7 @@ def _rows(tensor: TensorInfo) -> range:
 
 
 class DamagedError(Exception):
-    """Weights whose fingerprint or digest is not the expected one: the file was damaged or replaced
-    after it was checked.
-    """
+    """Weights of another fingerprint or digest: damaged or replaced after they were checked."""
 
 
 class SlabPlan(NamedTuple):

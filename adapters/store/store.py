@@ -471,9 +471,7 @@ class Quota:
         self._sizes: dict[tuple[str, int], int] = {}
 
     def check(self, nbytes: int) -> None:
-        """Checks that a file can be stored at all. Raises AdapterError when the disk has no room
-        for `nbytes`, whatever were removed.
-        """
+        """Raises AdapterError when the disk has no room for `nbytes`, whatever were removed."""
         shortage = self._shortage(nbytes)
         if shortage > 0 and shortage > stored_bytes(self._folders + self._spare):
             tell_of_disk(self._folders[0], f"{shortage} bytes more would have to be free", "full")

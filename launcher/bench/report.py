@@ -119,8 +119,7 @@ def why_none(outcomes: Sequence[Outcome]) -> str | None:
 
 
 def summarise(outcomes: Sequence[Outcome], slo: Slo) -> dict[str, object]:
-    """Makes one JSON object of a run. `hit` and `miss`: whether a request waited for its adapter;
-    requests of the base are neither."""
+    """One JSON object of a run. `hit`, `miss`: whether a request of an adapter waited for it."""
     done = [outcome for outcome in outcomes if outcome.error is None]
     start = min((outcome.sent_s for outcome in outcomes), default=0.0)
     seconds = max((outcome.end_s for outcome in outcomes), default=0.0) - start

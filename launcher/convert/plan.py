@@ -36,8 +36,7 @@ class ConversionLoss(msgspec.Struct, frozen=True):
 
 
 class ConversionPlan(msgspec.Struct, frozen=True):
-    """A plan. form: of the source, for people. config: bytes of `adapter_config.json`. notes: what
-    a reader should know besides."""
+    """form: of the source, for people. config: `adapter_config.json`. notes: what else to know."""
 
     form: str
     config: bytes

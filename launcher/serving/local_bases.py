@@ -42,9 +42,7 @@ def under_name(config: WorkerConfig, name: str) -> WorkerConfig:
 
 
 def beside(first: WorkerConfig, name: str, model: str) -> WorkerConfig:
-    """The config of workers of a further model. first: of the first model's workers; options about
-    that model alone are left out.
-    """
+    """A further model's config: the first's without options about that model alone."""
     return replace(first, model=model, revision=None, model_names=(name,))
 
 
@@ -60,9 +58,7 @@ def shifted(groups: WorkerGroups, left: Sequence[int]) -> WorkerGroups:
 
 
 def check_room(models: int, gpus: int, *, is_divided: bool) -> None:
-    """Checks that several models may share a machine. is_divided: --kv-memory says what each takes
-    of a GPU. Raises OptionError.
-    """
+    """Raises OptionError where models may not share a machine. is_divided: --kv-memory is given."""
     if models > gpus and not (gpus == 1 and is_divided):
         raise OptionError(
             f"--also: {models} models need {models} GPUs, and this machine shows {gpus}; on one GPU"

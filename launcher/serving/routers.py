@@ -103,9 +103,7 @@ class Routers:
 
 
 def run(config: RouterConfig, environ: Mapping[str, str]) -> None:
-    """Runs several router processes. Blocks until stopped. Raises OptionError, OSError,
-    ChildFailed, KeyboardInterrupt.
-    """
+    """Runs routers until stopped. Raises OptionError, OSError, ChildFailed, KeyboardInterrupt."""
     write_lines_as(config.log_format)
     check(config)
     if not asyncio.run(_run(config, reserve(config), environ)):

@@ -140,9 +140,7 @@ LOAD_FORMAT = "endpoint-load-metrics-format"
 
 
 def load_headers(form: str, waiting: float, kv_usage: float) -> dict[str, str]:
-    """Returns the answer's header with the load of the workers, if the caller asks for one. form:
-    TEXT or JSON; of any other there is no header.
-    """
+    """The answer's header with the workers' load. form: TEXT or JSON; any other gets none."""
     numbers = {"kv_cache_usage_perc": kv_usage, "num_requests_waiting": waiting}
     written = {
         "TEXT": ", ".join(f"named_metrics.{name}={value}" for name, value in numbers.items()),

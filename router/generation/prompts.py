@@ -144,9 +144,7 @@ async def _placed_prompt(
 async def _encode_with(
     call: GenerationCall, model: TextModel, text: str, pictures: list[Picture]
 ) -> Prompt:
-    """Encodes a text, and gives each picture its tokens at its place there. Raises RequestError
-    (context_length, invalid, unsupported).
-    """
+    """Encodes a text, and gives each picture its tokens at its place there. Raises RequestError."""
     vision = model.card.vision
     if vision is not None and pictures:
         text = spaced(text, vision, model.token(vision.spot) or "")

@@ -138,9 +138,7 @@ class CatalogRules:
         return None if registration is None else registration.name
 
     def _check_known(self, choice: AdapterChoice, alias: Registration | None) -> None:
-        """Checks that the meaning of a name is known. Raises AdapterError while a name might turn
-        out to be registered, or the tenant's own.
-        """
+        """Raises AdapterError while a name might turn out to be registered, or the tenant's own."""
         is_certain = alias is not None and alias.tenant == choice.tenant
         if (
             not is_certain

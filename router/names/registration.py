@@ -327,9 +327,7 @@ def check_uploadable(existing: Registration | None, replace: bool) -> None:
 
 
 def conflicts(existing: Registration, ref: AdapterRef, replace: bool) -> None:
-    """Checks that a name may get this reference. Raises AdapterError when a name is to mean another
-    reference, and nobody said so.
-    """
+    """Raises AdapterError where a name is to mean another reference, and nobody said so."""
     if existing.state == "deleted" or existing.ref == ref or replace:
         return
     raise AdapterError(

@@ -88,9 +88,7 @@ class FleetWatch:
         self._watchers -= 1
 
     async def look(self) -> FleetObject:
-        """Returns a picture of the fleet, at most a second old. Workers that do not answer in time
-        are shown as they were.
-        """
+        """The fleet, at most a second old; workers that do not answer in time as they were."""
         now = asyncio.get_running_loop().time()
         if self._latest is not None and now - self._looked_at < LOOK_EVERY_S / 2:
             return self._latest

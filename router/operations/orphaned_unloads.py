@@ -15,9 +15,7 @@ TICK_S = 8.0
 
 
 class OrphanedUnloads:
-    """Ends the unloads that dead routers left. Every router looks, and the table lets one of them
-    have each: not all know each name.
-    """
+    """Ends dead routers' unloads. Every router looks, as not all know each name; one gets each."""
 
     def __init__(self, store: Store, aliases: Aliases, admin: AdapterAdmin) -> None:
         self._store = store

@@ -25,9 +25,7 @@ Tiers = dict[str, dict[HeldContent, AdapterTiers]]
 
 
 class AdapterWorkers:
-    """Brings adapters to the workers' memory, and takes them away. timeout_s: for bringing an
-    adapter to a worker's device.
-    """
+    """Brings adapters to workers' memory, and away. timeout_s: of bringing one to a device."""
 
     def __init__(self, catalog: Catalog, bases: Bases, timeout_s: float) -> None:
         self._rules = catalog.rules

@@ -37,8 +37,7 @@ NOTHING = PartsDelta()
 
 
 class PartsReader(Protocol):
-    """Divides the text of one answer as it comes. What readers return joins to the same parts,
-    wherever the text is cut into pieces."""
+    """Divides an answer's text as it comes: into the same parts, wherever the text is cut."""
 
     def feed(self, text: str) -> PartsDelta:
         """Reads the next text of the answer; what may still be a marker is held back."""

@@ -26,8 +26,7 @@ class HeldPictures:
         return partial(self._release, tuple(held))
 
     async def deliver(self, worker: str, secret: str, digests: Sequence[str]) -> None:
-        """Sends files to a worker; those that nobody holds any more are left out. worker:
-        http://host:port. Raises AdapterError."""
+        """Sends files that are still held to a worker, http://host:port. Raises AdapterError."""
         for digest in digests:
             data = self._files.get(digest)
             if data is not None:

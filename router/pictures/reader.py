@@ -38,8 +38,7 @@ class Picture(msgspec.Struct, frozen=True):
 
 
 class PictureReader:
-    """Reads pictures. fetcher: of those that a request names by their addresses. uploaded: of
-    those that it names by their files."""
+    """Reads pictures. fetcher: of those named by address. uploaded: of those named by file."""
 
     def __init__(self, fetcher: PictureFetcher, uploaded: UploadedPictures) -> None:
         self._fetcher = fetcher

@@ -141,9 +141,7 @@ class Rollout(msgspec.Struct, frozen=True):
         return 0.0 if found is None or not total else found.weight / total
 
     def choose(self, sticky: str) -> Version | None:
-        """Chooses the version that answers a caller. None = the old version. sticky: what callers
-        keep from request to request.
-        """
+        """The version that answers a caller; None = the old one. sticky: what a caller keeps."""
         chosen: Version | None = None
         best = _score(self.id, "", sticky, self.live)
         for version in self.versions:

@@ -301,9 +301,7 @@ class AdapterRoutes:
         return await self._answer(await self._rollouts.roll_out(name, rollout))
 
     def _unpinned_by_file(self, request: Request) -> OwnedName:
-        """Returns the name of an adapter to be pinned or unpinned. Raises AdapterError where the
-        adapters file decides that.
-        """
+        """The name to pin or unpin. Raises AdapterError where the adapters file decides that."""
         name = _named(request)
         self._admin.check_free(name, "file")
         return name

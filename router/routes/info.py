@@ -169,9 +169,7 @@ class InfoRoutes:
             self._service.bases.first.require()
 
     def _meant(self, name: str, caller: Caller) -> BaseModel | None:
-        """The base that a name means to a caller, as in requests. A key that opens one of a base's
-        names opens them all.
-        """
+        """The base that a name means to a caller. A key to one of a base's names opens them all."""
         base = self._service.bases.named(name)
         return base if base is not None and caller.may_use(base.names) else None
 

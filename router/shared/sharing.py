@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """The store that routers share, and the link to it. link, shelf: None = this router is on its
-    own.
-    """
+    """The store that routers share, and the link to it. link, shelf: None = one router alone."""
 
     store: Store
     link: "RedisLink | None" = None

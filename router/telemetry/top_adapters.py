@@ -31,9 +31,7 @@ Amounts = list[float]
 
 
 class TopAdapters:
-    """Counts by adapter, with series of their own for the most used. size: names that have series
-    of their own, besides the base and the rest.
-    """
+    """Counts by adapter. size: names with series of their own, besides the base and the rest."""
 
     def __init__(self, size: int) -> None:
         self._size = size

@@ -24,9 +24,7 @@ def names_of(choice: AdapterChoice, registered: Registered, base: str = "") -> t
 
 
 def with_base(names: tuple[str, ...], base: str) -> tuple[str, ...]:
-    """Names of an adapter, and the same as `base:adapter`. base: the name of its base; "" = it is
-    the only one, or not known.
-    """
+    """An adapter's names, also as `base:adapter`. base: "" = it is the only one, or not known."""
     return (*names, *(f"{base}:{name}" for name in names)) if base else names
 
 

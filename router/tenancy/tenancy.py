@@ -103,9 +103,7 @@ def needs_keys(config: RouterConfig) -> bool:
 
 
 def check_exposure(config: RouterConfig) -> None:
-    """Checks who could use the router. Raises ExposureError for a router that nobody could use, or
-    that anyone could unsaid.
-    """
+    """Raises ExposureError for a router that nobody could use, or that anyone could unsaid."""
     if needs_keys(config) and config.keys_file is None and not config.admin_key:
         raise ExposureError(
             f"callers of {config.host} need keys, and there is no way to one: give --keys-file, "

@@ -136,9 +136,7 @@ class TemplateSandbox:
 
 
 class _Refusal(NamedTuple):
-    """A template that cost a process, which is refused for a while. size: bytes of the smallest
-    messages at which the template cost a process.
-    """
+    """A refused template. size: bytes of the smallest messages at which it cost a process."""
 
     until: float
     size: int

@@ -13,9 +13,7 @@ PERIOD_S = 1.0
 
 
 class Discovery:
-    """Finds workers that enlisted in the store. secret: what opens the workers, and signs what they
-    say of themselves.
-    """
+    """Finds workers that enlisted in the store. secret: opens them, and signs what they say."""
 
     def __init__(self, store: Store, connections: Connections, secret: str) -> None:
         self._store = store

@@ -231,8 +231,7 @@ def _percentile(values: list[float], percent: float) -> float:
 
 
 def decode(grid: Grid) -> Iterator[StepTime]:
-    """Times decode steps. A step's time is the difference of two output lengths over the tokens
-    between: prefill cancels out."""
+    """Times decode steps by the difference of two output lengths: prefill cancels out."""
     rng = Random(0)
     with closing(engine_for(grid)) as engine:
         bandwidth = copy_bandwidth(grid.device)
@@ -342,8 +341,7 @@ def adapter_bytes(grid: Grid, lora_rank: int, rows: int) -> float:
 
 
 def matrix_parameters(model: ModelSpec, rows: int = 1) -> float:
-    """Counts weights of the layers' matrices that `rows` tokens are multiplied with, without
-    those that choose experts, which are few."""
+    """Weights of layers that `rows` tokens are multiplied with, but those that choose experts."""
     inputs = model.embedding.inputs
     of_all = 0 if inputs is None else inputs.linear.out_features * inputs.linear.in_features
     return of_all + sum(
@@ -361,8 +359,7 @@ def matrix_bytes(model: ModelSpec, rows: int, dtype: SlabDtype) -> float:
 
 
 def _read(layer: LayerSpec, experts: int, rows: int) -> float:
-    """Counts the matrices, among as many as there are experts, that `rows` tokens read, where each
-    expert is as likely as another."""
+    """Matrices that `rows` tokens read of all experts, each as likely as another."""
     top_k = (branch.top_k for branch in layer.feed_forwards if isinstance(branch, MoeSpec))
     return 1 if experts == 1 else experts * (1 - (1 - next(top_k) / experts) ** rows)
 

@@ -246,8 +246,7 @@ def _vocabulary(folder: Path, vocab_size: int, ends: tuple[int, ...]) -> Vocabul
 
 
 class FixedDrafting(Drafting):
-    """Gives every sequence a draft of `draft_tokens` in each of its decodes, as far as a step has
-    room. Next to no token of it is right."""
+    """Drafts `draft_tokens` for each decode that has room; next to no token of them is right."""
 
     def __init__(self, draft_tokens: int) -> None:
         super().__init__(draft_tokens, max_bytes=0)

@@ -95,8 +95,7 @@ async def send(target: Target, call: Call, outcome: Outcome) -> None:
 
 
 async def run_job(job: LoadPart) -> list[Outcome]:
-    """Sends the calls of one process. Open loop: each call leaves at its time. Closed loop:
-    `concurrency` callers, back to back."""
+    """Sends one process's calls: each at its time, or by `concurrency` callers, back to back."""
     seen: set[str | None] = set()
     share: list[tuple[Call, Outcome]] = []
     for call in job.workload.calls():

@@ -371,9 +371,7 @@ def _call_part(delta: CallDelta) -> CallPart:
 
 
 def bytes_of(text: str) -> list[int] | None:
-    """Returns the bytes of a token; null where the token is only part of a character, so that its
-    bytes are not known here.
-    """
+    """A token's bytes; null for part of a character, whose bytes are not known here."""
     return None if _BROKEN_CHARACTER in text else list(text.encode())
 
 

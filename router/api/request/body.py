@@ -241,9 +241,7 @@ def _alternatives(one: inspect.Type) -> Iterator[inspect.Type]:
 
 
 def _inside(one: inspect.Type, name: str | None) -> Iterator[inspect.Type]:
-    """Finds the types of a field, of items, or of a map's values. name: of a field; None = of an
-    item, or of a value of a map.
-    """
+    """The types of a field, of items, or of a map's values. name: None = of an item or value."""
     inner: Iterable[inspect.Type] = ()
     if isinstance(one, inspect.StructType):
         inner = (field.type for field in one.fields if field.encode_name == name)

@@ -22,9 +22,7 @@ _decode = msgspec.json.Decoder(_Body).decode
 
 
 def named_models(body: bytes) -> list[str]:
-    """Names of bases and adapters in a body of any API. What cannot be read names nothing: its
-    reader says what is wrong with it.
-    """
+    """Names of bases and adapters in any API's body; what cannot be read names nothing."""
     try:
         said = _decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -210,9 +210,7 @@ def _tag(given: Any, param: str) -> Tag:
 
 
 def whitespace_of(pattern: str | None, param: str) -> str | None:
-    """Returns a pattern of whitespace as a grammar takes it. Raises RequestError for what lets more
-    than whitespace through.
-    """
+    """A grammar's pattern of whitespace. Raises RequestError for one that lets more through."""
     if pattern is None:
         return None
     spelled = pattern.replace(r"\s", r"[ \n\r\t]")

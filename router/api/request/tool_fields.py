@@ -139,9 +139,7 @@ def offered_tools(
 
 
 def for_template(tools: Tools) -> list[dict[str, Any]]:
-    """Describes tools of other APIs than the chat as templates read them. What a caller leaves out
-    of a description is left out.
-    """
+    """Tools of other APIs as templates read them, without what a caller leaves out."""
     return [
         {
             "type": "function",

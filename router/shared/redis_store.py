@@ -86,14 +86,11 @@ class RedisStore:
     async def read(self, table: str, since: str = "") -> Table:
         rows, version, order = self._table(table)
         after = f"({since.partition(':')[2] or '0'}"
-
-        async def look() -> list[Any]:
-            async with self._redis.pipeline(transaction=True) as pipeline:
-                pipeline.hmget(version, ["name", "writes", "ordered"])
-                pipeline.zrangebyscore(order, after, "+inf" if since else "-inf")
-                return await pipeline.execute()
-
-        answer, found = await self.link.call(look, PATIENCE_S)
+        answer, found = await self._together(
+            ("HMGET", version, "name", "writes", "ordered"),
+            ("ZRANGEBYSCORE", order, after, "+inf" if since else "-inf"),
+            least_s=PATIENCE_S,
+        )
         now = _version(answer[:2])
         if not since:
             scanned = await self._scanned(table)
@@ -139,30 +136,15 @@ class RedisStore:
 
     async def forget(self, table: str, keys: Sequence[str]) -> None:
         rows, version, order = self._table(table)
-
-        async def forget() -> None:
-            async with self._redis.pipeline(transaction=True) as pipeline:
-                pipeline.hdel(rows, *keys)
-                pipeline.zrem(order, *keys)
-                pipeline.hincrby(version, "writes", 1)
-                pipeline.hincrby(version, "ordered", 1)
-                await pipeline.execute()
-
-        await self.link.call(forget)
+        counted = (("HINCRBY", version, name, 1) for name in ("writes", "ordered"))
+        await self._together(("HDEL", rows, *keys), ("ZREM", order, *keys), *counted)
 
     async def lease(self, group: str, member: str, value: bytes, ttl_s: float) -> None:
         await self._run("lease", self._group(group), member, value, _ms(ttl_s))
 
     async def unlease(self, group: str, member: str) -> None:
         ends, members = self._group(group)
-
-        async def drop() -> None:
-            async with self._redis.pipeline(transaction=True) as pipeline:
-                pipeline.zrem(ends, member)
-                pipeline.hdel(members, member)
-                await pipeline.execute()
-
-        await self.link.call(drop)
+        await self._together(("ZREM", ends, member), ("HDEL", members, member))
 
     async def leased(self, group: str) -> dict[str, bytes]:
         flat = await self._run("leased", self._group(group))
@@ -170,15 +152,8 @@ class RedisStore:
 
     async def append(self, log: str, entries: Sequence[bytes], keep: int) -> None:
         name = f"{self._prefix}:log:{log}"
-
-        async def append() -> None:
-            async with self._redis.pipeline(transaction=True) as pipeline:
-                pipeline.lpush(name, *entries)
-                pipeline.ltrim(name, 0, keep - 1)
-                await pipeline.execute()
-
         if entries:
-            await self.link.call(append)
+            await self._together(("LPUSH", name, *entries), ("LTRIM", name, 0, keep - 1))
 
     async def tails(self, logs: Sequence[str], count: int) -> list[list[bytes]]:
         sizes = {f"{self._prefix}:log:{log}": count for log in logs}
@@ -206,15 +181,22 @@ class RedisStore:
         return [{k.decode(): int(v) for k, v in found.get(name, {}).items()} for name in names]
 
     async def _of_each(self, command: str, names: Sequence[str], *arguments: int) -> list[Any]:
-        """Answers of one command for each of some keys, on one way to Redis and back."""
+        """Answers of one command for each of some keys."""
+        commands = [(command, name, *arguments) for name in names]
+        return await self._together(*commands, least_s=PATIENCE_S, transaction=False)
+
+    async def _together(
+        self, *commands: tuple[Any, ...], least_s: float = 0.0, transaction: bool = True
+    ) -> list[Any]:
+        """Answers of commands, on one way to Redis and back."""
 
         async def ask() -> list[Any]:
-            async with self._redis.pipeline(transaction=False) as pipeline:
-                for name in names:
-                    pipeline.execute_command(command, name, *arguments)
+            async with self._redis.pipeline(transaction=transaction) as pipeline:
+                for command in commands:
+                    pipeline.execute_command(*command)
                 return await pipeline.execute()
 
-        return await self.link.call(ask, PATIENCE_S)
+        return await self.link.call(ask, least_s)
 
     async def admit(self, ask: Ask) -> Verdict:
         limits = [number for subject in ask.subjects for number in _limits(subject)]

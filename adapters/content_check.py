@@ -88,10 +88,8 @@ class Fingerprint:
 
 
 def fingerprint_of(tensor: TensorInfo, piece: Raw) -> int:
-    """The part of a piece in the fingerprint of tensors. Such parts are added up in any order.
-
-    The piece begins at a multiple of 8 bytes from the tensor's start.
-    """
+    """The part of a piece in the fingerprint of tensors. Such parts are added up in any order. The
+    piece begins at a multiple of 8 bytes from the tensor's start."""
     return _weight(tensor) * (_sum(piece) + len(piece)) & _MASK
 
 

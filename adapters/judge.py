@@ -180,9 +180,7 @@ def check_small(
 
 def rejudge(folder: Path, base: BaseSpec, limits: AdapterLimits) -> LoraTensors:
     """Judges content again that was judged in full before: its tensors, under the limits of today.
-
-    Raises AdapterError.
-    """
+    Raises AdapterError."""
     findings = Findings()
     text = (folder / CONFIG_FILE).read_bytes()
     config = parse_config(text, findings)

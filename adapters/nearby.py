@@ -12,10 +12,8 @@ MAX_ENTRIES = 10_000
 
 
 def adapters_near(folder: Path, *, may_look_beside: bool = True) -> list[str]:
-    """Names adapters in a folder, else checkpoints next to it as `../checkpoint-…`.
-
-    Links are not followed. Folders that cannot be read hold none.
-    """
+    """Names adapters in a folder, else checkpoints next to it as `../checkpoint-…`. Links are not
+    followed. Folders that cannot be read hold none."""
     found = _adapters_in(folder, lambda name: True)
     if found or not may_look_beside:
         return found

@@ -54,10 +54,8 @@ def most_rows(ids: Sequence[int], vocab: int, count: int) -> int:
 
 
 def pieces_of_table(size: int, vocab: int, shard: Shard) -> tuple[Piece, ...]:
-    """Finds a shard's rows of a table of `size` rows, and their places among its own.
-
-    A row's place is its token, as the shard counts it.
-    """
+    """Finds a shard's rows of a table of `size` rows, and their places among its own. A row's place
+    is its token, as the shard counts it."""
     if shard.count == 1:
         return (Piece(slice(0, size), slice(0, size)),)
     found = []

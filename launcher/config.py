@@ -36,10 +36,8 @@ API_KEY = Option("api_key", "api-key", "text", "a caller's key", default="", is_
 
 
 def encode_inline() -> None:
-    """Keep the tokenizer off threads of its own: the router gives it one text at a time.
-
-    The library takes the setting from nowhere else.
-    """
+    """Keep the tokenizer off threads of its own: the router gives it one text at a time. The
+    library takes the setting from nowhere else."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
@@ -63,10 +61,8 @@ def serve_options() -> tuple[Option, ...]:
 
 
 def batch_options() -> tuple[Option, ...]:
-    """List options of a server that `batch` starts: those of `serve`, but not who may reach it.
-
-    It has no other callers, so more of a batch runs at once.
-    """
+    """List options of a server that `batch` starts: those of `serve`, but not who may reach it. It
+    has no other callers, so more of a batch runs at once."""
     reach = {"host", "port", "uds", "tls_cert", "tls_key", "auth", "keys_file"}
     options = (option for option in serve_options() if option.field not in reach)
     return tuple(replace(o, default=256) if o.field == "batch_rows" else o for o in options)
@@ -193,10 +189,8 @@ def _secret(option: Option, arguments: Namespace, environ: Mapping[str, str]) ->
 
 
 def secret_value(field: str, file: str | None, environ: Mapping[str, str]) -> str:
-    """Reads a secret for a command that only talks to a router.
-
-    field: `api_key`, or a secret option of the router. Raises OptionError.
-    """
+    """Reads a secret for a command that only talks to a router. field: `api_key`, or a secret
+    option of the router. Raises OptionError."""
     option = next(option for option in (*ROUTER_OPTIONS, API_KEY) if option.field == field)
     return _secret(option, Namespace(**{f"{field}_file": file}), environ)
 

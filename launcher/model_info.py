@@ -101,10 +101,8 @@ def _gives(model: ModelSpec) -> tuple[Gift, ...]:
 
 
 def describe(config: WorkerConfig) -> ModelFacts:
-    """Facts about a model. Of a model on the Hub only small files are fetched.
-
-    Raises ModelError, CheckpointError, ConfigError, DeviceError, WorkerStartError.
-    """
+    """Facts about a model. Of a model on the Hub only small files are fetched. Raises ModelError,
+    CheckpointError, ConfigError, DeviceError, WorkerStartError."""
     place = str(model_path()) if config.model == "demo" else config.model
     described = describe_model(place, config.revision)
     model = served_as(described, config.quantize, config.activations, config.picture_memory)

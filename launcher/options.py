@@ -128,10 +128,8 @@ class Option:
 
 
 def options_of(config: type, within: str = "") -> tuple[Option, ...]:
-    """Options of a config dataclass, in the order of its fields.
-
-    A dataclass in a field gives options that begin with the field's name. within: such a beginning.
-    """
+    """Options of a config dataclass, in the order of its fields. A dataclass in a field gives
+    options that begin with the field's name. within: such a beginning."""
     hints: dict[str, type] = typing.get_type_hints(config)
     options: list[Option] = []
     for field in dataclasses.fields(config):
@@ -197,9 +195,7 @@ def _kind(hint: Any, metadata: Mapping[str, Any]) -> Kind:
 
 def parse(option: Option, texts: Sequence[str], source: str) -> Values:
     """The value that `texts` (one, or one per repetition of a list's flag) give to an option.
-
-    source: the flag or variable, for the message. Raises OptionError.
-    """
+    source: the flag or variable, for the message. Raises OptionError."""
     if option.is_list:
         return tuple(_parse_one(option, text, source) for text in texts)
     return _parse_one(option, texts[-1], source)

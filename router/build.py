@@ -440,10 +440,7 @@ class _Pinner:
 
     async def pin(self, ref: AdapterRef, token: Secret | None) -> AdapterRef:
         """Pins a reference to the Hub to a commit. Other sources' references are the worker's to
-        look at.
-
-        Raises AdapterError.
-        """
+        look at. Raises AdapterError."""
         if ref.source != "hub":
             return ref
         loop = asyncio.get_running_loop()

@@ -8,9 +8,7 @@ Stamp = tuple[int, int, int]
 
 def stamp_of(path: Path) -> Stamp | None:
     """A file's stamp, another one once the file has changed. None where there is no such file.
-
-    Links are followed, as Kubernetes replaces what it mounts.
-    """
+    Links are followed, as Kubernetes replaces what it mounts."""
     try:
         found = path.stat()
     except OSError:

@@ -317,10 +317,8 @@ def described(
 
 
 def _without_calls(messages: Collection[Mapping[str, Any]]) -> list[Message]:
-    """Writes calls and their results as plain messages.
-
-    Results that stand together, and what the user says right behind, are one message.
-    """
+    """Writes calls and their results as plain messages. Results that stand together, and what the
+    user says right behind, are one message."""
     plain: list[Message] = []
     in_results = False
     for message in messages:

@@ -28,10 +28,8 @@ _FICLONE = 0x40049409  # of linux/fs.h
 
 @contextmanager
 def disk_errors(store: Path) -> Iterator[None]:
-    """A disk that is full, read-only or broken is `unavailable`, not a fault of the adapter.
-
-    store: what the log says of where it was.
-    """
+    """A disk that is full, read-only or broken is `unavailable`, not a fault of the adapter. store:
+    what the log says of where it was."""
     try:
         yield
     except OSError as error:
@@ -246,10 +244,8 @@ def sync_path(path: Path) -> None:
 
 
 def boot_id() -> str:
-    """The id of the machine's current boot, or "" where the system does not say.
-
-    Data written in an earlier boot may never have reached the disk.
-    """
+    """The id of the machine's current boot, or "" where the system does not say. Data written in an
+    earlier boot may never have reached the disk."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:

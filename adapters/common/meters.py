@@ -139,10 +139,8 @@ class Meters(Collector):
         return iter(())
 
     def render(self, accept: str) -> tuple[bytes, str]:
-        """The exposition and its content type. accept: the request's header.
-
-        Only OpenMetrics has exemplars. It is written for scrapers that ask for it.
-        """
+        """The exposition and its content type. accept: the request's header. Only OpenMetrics has
+        exemplars. It is written for scrapers that ask for it."""
         # Else a `:` in a name would be written as `_` there.
         accept = accept.replace("openmetrics-text", "openmetrics-text;escaping=allow-utf-8")
         encode, content_type = choose_encoder(accept)

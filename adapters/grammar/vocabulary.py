@@ -215,10 +215,8 @@ def _word_piece(prefix: str, cleanup: bool) -> Change:
 
 
 def _strip(content: str, start: int, stop: int) -> Change:
-    """Makes a change that strips a text from a token.
-
-    At most `start` and `stop` times `content` goes from its ends.
-    """
+    """Makes a change that strips a text from a token. At most `start` and `stop` times `content`
+    goes from its ends."""
 
     def change(token: str) -> str:
         bare = token.lstrip(content)

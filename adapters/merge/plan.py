@@ -213,10 +213,8 @@ def _check(
 def _patterns(
     values: Mapping[str, float], names: Mapping[str, str]
 ) -> tuple[float, dict[str, float]]:
-    """Patterns for values of modules: a default, and what differs from it.
-
-    What differs is given by module name where all layers agree, else by path.
-    """
+    """Patterns for values of modules: a default, and what differs from it. What differs is given by
+    module name where all layers agree, else by path."""
     default = Counter(values.values()).most_common(1)[0][0]
     of_name: defaultdict[str, set[float]] = defaultdict(set)
     for path, value in values.items():

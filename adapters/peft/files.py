@@ -46,10 +46,8 @@ def is_relevant(name: str) -> bool:
 
 
 def weight_files(names: Iterable[str]) -> tuple[str, ...]:
-    """Lists the files that hold the weights; several count only with an index.
-
-    PEFT reads the one file; transformers, too, where there is one.
-    """
+    """Lists the files that hold the weights; several count only with an index. PEFT reads the one
+    file; transformers, too, where there is one."""
     there = set(names)
     if WEIGHTS_FILE in there:
         return (WEIGHTS_FILE,)
@@ -100,9 +98,7 @@ def read_index(
     small: Mapping[str, bytes], listing: Mapping[str, int], findings: Findings
 ) -> dict[str, str] | None:
     """Tensor -> the file that holds it. None: the weights are in one file, or the index is wrong.
-
-    small: name -> bytes of the files other than the weights.
-    """
+    small: name -> bytes of the files other than the weights."""
     name, before = index_file(listing), len(findings)
     if name is None or name not in small:
         return None

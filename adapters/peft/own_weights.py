@@ -166,10 +166,8 @@ class TablePlacer:
             yield OwnTable(name, found[name], ())
 
     def _check_resized(self) -> None:
-        """Checks tables of another size than the base's.
-
-        PEFT saves them as the training has resized them, whatever the config says.
-        """
+        """Checks tables of another size than the base's. PEFT saves them as the training has
+        resized them, whatever the config says."""
         modules, vocab = self._base.model_modules.values(), self._base.vocab_size
         is_larger = any(table.shape[0] > vocab for table in self._tables.values())
         for key, is_there in (

@@ -149,10 +149,8 @@ class _Compiler:
         self._budget = PatternBudget()
 
     def compile(self, pattern: str, key: str, before: str = "", after: str = "") -> _Matches | None:
-        """Returns None, and adds to the findings, when the pattern is refused.
-
-        before, after: what PEFT puts around the pattern.
-        """
+        """Returns None, and adds to the findings, when the pattern is refused. before, after: what
+        PEFT puts around the pattern."""
         place = f"{key}: pattern {shown(pattern)}"
         try:
             compiled = TimedPattern(pattern, self._budget, before, after)

@@ -305,10 +305,8 @@ def _of_generation(data: bytes | None, base: BaseSpec, findings: Findings) -> se
 
 
 def special_tokens(settings: Mapping[str, Any]) -> dict[str, str | None]:
-    """Reads each special token's text by its name; None = there is no such token.
-
-    Raises ValueError for a token that is neither text nor an object with `content`.
-    """
+    """Reads each special token's text by its name; None = there is no such token. Raises ValueError
+    for a token that is neither text nor an object with `content`."""
     named = {
         key: value
         for key, value in settings.items()

@@ -104,10 +104,8 @@ def validate(
     limits: AdapterLimits,
     findings: Findings,
 ) -> LoraTensors | None:
-    """The adapter's tensors in place; None when the config leaves the places open.
-
-    Worth nothing unless `findings` is still empty afterwards.
-    """
+    """The adapter's tensors in place; None when the config leaves the places open. Worth nothing
+    unless `findings` is still empty afterwards."""
     targeting = check_config(config, base, limits, findings)
     return place_tensors(targeting, tensors, base, limits, findings)
 
@@ -289,10 +287,8 @@ def _check_rank(
 
 
 def names_base(name: str, known: Iterable[str]) -> bool:
-    """Whether a config's `base_model_name_or_path` means the base that has the names `known`.
-
-    A config that names none leaves it to the shapes.
-    """
+    """Whether a config's `base_model_name_or_path` means the base that has the names `known`. A
+    config that names none leaves it to the shapes."""
     if not name:
         return True
     names, wanted = set(known), normal_name(name)

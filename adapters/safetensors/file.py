@@ -135,10 +135,8 @@ def open_weights(path: Path) -> Iterator[WeightsFile]:
 
 
 def join_files(folder: Path, index: Mapping[str, str], name: str) -> None:
-    """Makes the one file `name` of the files that the index names, and removes those.
-
-    Raises as `open_shards`, and OSError.
-    """
+    """Makes the one file `name` of the files that the index names, and removes those. Raises as
+    `open_shards`, and OSError."""
     with open_shards(folder, index, name) as joined, (folder / name).open("wb") as target:
         for piece in joined.pieces(0, joined.nbytes):
             target.write(piece.data)
@@ -148,10 +146,8 @@ def join_files(folder: Path, index: Mapping[str, str], name: str) -> None:
 
 @contextmanager
 def open_shards(folder: Path, index: Mapping[str, str], name: str) -> Iterator[JoinedWeights]:
-    """The files that the index names, as the one file `name`.
-
-    Raises AdapterError `invalid` with every violation of a file's format and of the index.
-    """
+    """The files that the index names, as the one file `name`. Raises AdapterError `invalid` with
+    every violation of a file's format and of the index."""
     findings = Findings()
     with ExitStack() as opened:
         files = {

@@ -56,10 +56,8 @@ _E4M3 = _e4m3_values()
 
 
 def read_floats(raw: Raw, dtype: str) -> npt.NDArray[Any]:
-    """float32 (float64 for `F64`) values of little-endian bytes; exact.
-
-    dtype: one of `loraplex.adapters.safetensors.header.FLOAT_DTYPES`.
-    """
+    """float32 (float64 for `F64`) values of little-endian bytes; exact. dtype: one of
+    `loraplex.adapters.safetensors.header.FLOAT_DTYPES`."""
     if dtype == "F8_E4M3":
         return _E4M3[raw]
     if dtype == "F8_E5M2":
@@ -73,9 +71,7 @@ def read_floats(raw: Raw, dtype: str) -> npt.NDArray[Any]:
 
 def write_floats(values: npt.NDArray[Any], dtype: SlabDtype) -> npt.NDArray[Any]:
     """Returns `values` in the slab's dtype (bfloat16 as uint16), rounded to nearest, ties to even.
-
-    Finite values too large for the dtype become infinite: see `fits`.
-    """
+    Finite values too large for the dtype become infinite: see `fits`."""
     with np.errstate(over="ignore", under="ignore"):
         single = values.astype(np.float32, copy=False)
         if dtype == "float32":
@@ -94,10 +90,8 @@ def convert(raw: Raw, dtype: str, slab: SlabDtype) -> npt.NDArray[Any]:
 
 
 def convert_into(raw: Raw, dtype: str, out: Raw, slab: SlabDtype) -> None:
-    """Converts into `out`, the slab's own bytes.
-
-    It is quick for pieces that a core's cache holds: it touches little other memory.
-    """
+    """Converts into `out`, the slab's own bytes. It is quick for pieces that a core's cache holds:
+    it touches little other memory."""
     if dtype == "F32" and slab == "bfloat16":
         bits = raw.view("<u4")
         rounded = bits >> np.uint32(16)

@@ -63,10 +63,8 @@ class TensorInfo(msgspec.Struct, frozen=True, gc=False):
 
 
 def header_size(prefix: bytes, file_bytes: int, file: str = WEIGHTS_FILE) -> int:
-    """Length of the JSON that follows the first 8 bytes. Raises AdapterError `invalid`.
-
-    file: its name.
-    """
+    """Length of the JSON that follows the first 8 bytes. Raises AdapterError `invalid`. file: its
+    name."""
     if len(prefix) < PREFIX_BYTES:
         raise invalid("truncated", file, f"{file} is shorter than 8 bytes")
     if prefix[:PREFIX_BYTES] == _POINTER_START and file_bytes < _MAX_POINTER_BYTES:

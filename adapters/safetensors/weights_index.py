@@ -72,10 +72,8 @@ class FileSpan(NamedTuple):
 def join_shards(
     index: Mapping[str, str], shards: Mapping[str, tuple[TensorInfo, ...]], findings: Findings
 ) -> tuple[bytes, tuple[FileSpan, ...]]:
-    """The beginning of the joined file, up to its tensors' bytes; and where those lie.
-
-    Worth nothing unless `findings` is still empty afterwards.
-    """
+    """The beginning of the joined file, up to its tensors' bytes; and where those lie. Worth
+    nothing unless `findings` is still empty afterwards."""
     held: dict[str, tuple[TensorInfo, str]] = {}
     for file, tensors in shards.items():
         for tensor in tensors:

@@ -80,10 +80,8 @@ class Packable(Protocol):
 def make_layout(
     adapter: Packable, base: BaseSpec, digest: str, dtype: SlabDtype, extent_bytes: int
 ) -> SlabLayout:
-    """The layout of a slab (`SlabLayout` states the rules).
-
-    extent_bytes: a positive multiple of 256.
-    """
+    """The layout of a slab (`SlabLayout` states the rules). extent_bytes: a positive multiple of
+    256."""
     if extent_bytes <= 0 or extent_bytes % ALIGNMENT:
         raise ValueError(f"extent_bytes must be a positive multiple of 256, got {extent_bytes}")
     by_site: dict[tuple[int, str], RankedModule] = {(m.layer, m.module): m for m in adapter.modules}

@@ -265,10 +265,8 @@ def _side_by_side(
 
 
 def _table_rows(table: OwnTable, begin: int, end: int) -> Iterator[tuple[TensorInfo, range]]:
-    """Yields the rows of tokens from `begin` up to `end`, in order.
-
-    They lie in the whole table, or in the trained rows.
-    """
+    """Yields the rows of tokens from `begin` up to `end`, in order. They lie in the whole table, or
+    in the trained rows."""
     if table.trained is not None:
         places = {token: place for place, token in enumerate(table.trained_ids)}
         for run in _runs(sorted(token for token in places if begin <= token < end)):
@@ -293,10 +291,8 @@ def _runs(places: Sequence[int]) -> Iterator[range]:
 def _of_outputs(
     lora: _Lora | None, own_bias: TensorInfo | None, adds: bool
 ) -> tuple[TensorInfo | None, ...]:
-    """Lists the tensors of a projection's vectors, by row.
-
-    adds: whether this device adds biases; where devices sum their products, only one does.
-    """
+    """Lists the tensors of a projection's vectors, by row. adds: whether this device adds biases;
+    where devices sum their products, only one does."""
     if not isinstance(lora, ModuleLora):
         return (None, own_bias if adds else None)
     return (lora.magnitude, own_bias, lora.bias) if adds else (lora.magnitude,)

@@ -41,10 +41,8 @@ class Source(Protocol):
         ...
 
     def adapters_in(self, ref: AdapterRef, token: str | None) -> Sequence[str]:
-        """Names some adapters in a pinned folder that is none itself. Best effort.
-
-        A name may begin with `../`.
-        """
+        """Names some adapters in a pinned folder that is none itself. Best effort. A name may begin
+        with `../`."""
         ...
 
     def fetch_file(
@@ -168,9 +166,7 @@ def unreachable(ref: AdapterRef) -> AdapterError:
 
 def refused(ref: AdapterRef, status: int, retry_after: str | None) -> AdapterError:
     """Makes an error of a status other than 2xx. 401 means that the operator's access is refused.
-
-    retry_after: the header; only seconds are understood.
-    """
+    retry_after: the header; only seconds are understood."""
     name = shown_name(ref)
     if status in (401, 403):
         return AdapterError("forbidden", f"{name}: the server's access is refused (HTTP {status})")

@@ -24,11 +24,8 @@ def open_sources(
     modelscope_endpoint: str = MODELSCOPE_ENDPOINT,
     run: Run = map,
 ) -> dict[RefSource, Source]:
-    """Opens the enabled sources. S3, HTTPS and ModelScope need a bucket, host or owner each.
-    run: see LocalSource.
-
-    Raises AdapterError for an option that cannot hold.
-    """
+    """Opens the enabled sources. S3, HTTPS and ModelScope need a bucket, host or owner each. run:
+    see LocalSource. Raises AdapterError for an option that cannot hold."""
     for owner in hub_owners:
         _require(is_owner(owner), f"--hub-owner {owner!r}: expected one owner's name")
     for root in roots:

@@ -147,9 +147,7 @@ class S3Source(PinnedSource):
     @contextmanager
     def _errors(self, ref: AdapterRef, reading: bool = False) -> Iterator[None]:
         """Maps the library's errors. Their texts stay inside: they hold addresses and key ids.
-
-        reading: files that were listed, so that one that is not there has changed.
-        """
+        reading: files that were listed, so that one that is not there has changed."""
         try:
             yield
         except ClientError as error:

@@ -71,9 +71,7 @@ class Contents:
 
     def keep(self, folder: Path, manifest: AdapterManifest) -> None:
         """Moves the files out of `folder`, which lies on the same disk, to where they are held.
-
-        Where the same content is already, it stays. Raises OSError.
-        """
+        Where the same content is already, it stays. Raises OSError."""
         target = self._folder / manifest.digest
         written = folder / manifest.digest
         written.mkdir(exist_ok=True)

@@ -29,10 +29,8 @@ class ByteStream(Protocol):
 
 
 def unpack_archive(stream: ByteStream, sink: FileSink) -> None:
-    """Gives the files of a tar to `sink`. All lie at the top, or in one folder.
-
-    Raises AdapterError, and what the stream and the sink raise.
-    """
+    """Gives the files of a tar to `sink`. All lie at the top, or in one folder. Raises
+    AdapterError, and what the stream and the sink raise."""
     folders: set[str] = set()
     while (entry := _next_entry(stream)) is not None:
         if entry.type == tarfile.DIRTYPE:

@@ -68,10 +68,8 @@ class FileSink:
             self._files[file.path.name] = file.close()
 
     def finish(self) -> str:
-        """The digest of all files: sha256 hex over their names, sizes and own sha256.
-
-        Raises AdapterError unless there are a config and weights.
-        """
+        """The digest of all files: sha256 hex over their names, sizes and own sha256. Raises
+        AdapterError unless there are a config and weights."""
         for name in (CONFIG_FILE, WEIGHTS_FILE):
             if name not in self._files:
                 if self._pickles and name == WEIGHTS_FILE:

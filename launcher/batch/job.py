@@ -51,10 +51,8 @@ def say(text: str) -> None:
 
 
 def parts(source: BatchInput, answered: bytearray) -> Iterator[tuple[str, list[bytes]]]:
-    """Routes with open lines, adapter by adapter, as many at once as a batch takes.
-
-    answered: as of `send_order`. Raises BatchError.
-    """
+    """Routes with open lines, adapter by adapter, as many at once as a batch takes. answered: as of
+    `send_order`. Raises BatchError."""
     routes: dict[str, list[int]] = {}
     for place in map(int, send_order(source.groups, answered)):
         said = source.read(place)
@@ -251,9 +249,7 @@ def _checked(http: httpx.AsyncClient, answer: httpx.Response) -> bytes:
 
 async def _lines(http: httpx.AsyncClient, path: str) -> AsyncIterator[bytes]:
     """Lines of a file on the server; none where it has gone, so that its lines are asked again.
-
-    Raises BatchError, also where the file breaks off.
-    """
+    Raises BatchError, also where the file breaks off."""
     rest = b""
     try:
         async with http.stream("GET", path) as answer:

@@ -73,9 +73,7 @@ def add_commands(actions: "argparse._SubParsersAction[Any]") -> dict[str, argpar
 
 def run(arguments: argparse.Namespace, admin_key: str) -> int:
     """Runs a command about keys. Returns the exit code: 1 if anything failed; the rest was done.
-
-    Raises OptionError.
-    """
+    Raises OptionError."""
     if arguments.action == "generate":
         return _generate(arguments.id)
     code = 0

@@ -119,10 +119,7 @@ def _version(text: str) -> dict[str, Any]:
 
 def run(arguments: argparse.Namespace, admin_key: str, token: str | None = None) -> int:
     """Runs a command about adapters. Returns the exit code: 1 if anything failed; the rest was
-    done.
-
-    Raises OptionError.
-    """
+    done. Raises OptionError."""
     if arguments.action == "rollout":
         _check_rollout(arguments)
     code = 0

@@ -85,10 +85,8 @@ def convert(
     base_folder: Path | None,
     ties_head: bool | None,
 ) -> tuple["Judged", Conversion]:
-    """Carry out the command. base_folder: the base's weights. ties_head: as in `MlxOptions`.
-
-    Raises AdapterError, OSError, OptionError.
-    """
+    """Carry out the command. base_folder: the base's weights. ties_head: as in `MlxOptions`. Raises
+    AdapterError, OSError, OptionError."""
     from loraplex.launcher.convert.convert import ConversionOptions, convert_folder
 
     mlx = MlxOptions(_scale(arguments.scale), arguments.base_name, ties_head)

@@ -63,10 +63,8 @@ class Listing(msgspec.Struct, frozen=True):
 
 
 def choose_weights(listing: Listing, wanted: str | None = None) -> str:
-    """The file that holds the weights. wanted: the one that the user named.
-
-    Raises AdapterError: there is none, there are several, or they are of a known other kind.
-    """
+    """The file that holds the weights. wanted: the one that the user named. Raises AdapterError:
+    there is none, there are several, or they are of a known other kind."""
     name = _choose(listing, wanted)
     if not (name.isascii() and name.isprintable()):
         raise refusal(f"the weights file is called {shown(name)}: give it a plain name")

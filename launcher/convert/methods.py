@@ -94,10 +94,8 @@ class NearestProduct(NamedTuple):
 
 
 def is_other_method(config: Mapping[str, object]) -> bool:
-    """Tell another method, or LoRA on a changed base, from LoRA as it is served.
-
-    Raises AdapterError for a method that is not converted.
-    """
+    """Tell another method, or LoRA on a changed base, from LoRA as it is served. Raises
+    AdapterError for a method that is not converted."""
     peft_type = config.get("peft_type")
     if peft_type is None or peft_type == "LORA":
         return peft_type is not None and takes_from_base(config.get("init_lora_weights"))
@@ -394,10 +392,8 @@ def _layers(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _changes(model: Any) -> Iterator[tuple[str, Matrix, Matrix]]:
-    """Each module's path and what the adapter adds to its weight and its bias.
-
-    The module's weight is given up afterwards.
-    """
+    """Each module's path and what the adapter adds to its weight and its bias. The module's weight
+    is given up afterwards."""
     import torch
     from transformers.pytorch_utils import Conv1D
 

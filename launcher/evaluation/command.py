@@ -52,10 +52,8 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace, api_key: str, environ: Mapping[str, str]) -> int:
-    """Evaluates, and writes the report. Returns the exit code.
-
-    Raises CommandError, OptionError, KeyboardInterrupt, and what `serve` raises.
-    """
+    """Evaluates, and writes the report. Returns the exit code. Raises CommandError, OptionError,
+    KeyboardInterrupt, and what `serve` raises."""
     kind, _, judge = arguments.score.partition(":")
     cases = questions.read_cases(arguments.data, kind)
     names = _names(arguments)

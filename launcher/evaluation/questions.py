@@ -73,10 +73,8 @@ class LineAnswer(msgspec.Struct, frozen=True):
 
 
 def read_cases(path: Path, score: str) -> list[EvalLine]:
-    """Reads a file of lines; blank ones are left out. score: its kind, as of `questions`.
-
-    Raises CommandError.
-    """
+    """Reads a file of lines; blank ones are left out. score: its kind, as of `questions`. Raises
+    CommandError."""
     try:
         texts = path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()
     except OSError as error:

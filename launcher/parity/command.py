@@ -58,10 +58,8 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace, api_key: str, environ: Mapping[str, str]) -> int:
-    """Compares, and prints the table. Returns the exit code: 1 = beyond the bound.
-
-    Raises CommandError, OptionError, ModuleNotFoundError, and what `serve` raises.
-    """
+    """Compares, and prints the table. Returns the exit code: 1 = beyond the bound. Raises
+    CommandError, OptionError, ModuleNotFoundError, and what `serve` raises."""
     for module in ("torch", "transformers", "peft"):
         extras.require(module)
     for folder in arguments.what:

@@ -267,9 +267,8 @@ async def _run(chosen: ServePlan, environ: Mapping[str, str]) -> bool:
 
 
 def start_line(waiting: Sequence[StartProgress], workers: int, seconds: float) -> str:
-    """How far the start is, as a line of a terminal.
-
-    waiting: workers that are not ready, of `workers`. seconds: since the start."""
+    """How far the start is, as a line of a terminal. waiting: workers that are not ready, of
+    `workers`. seconds: since the start."""
     if not waiting:
         return f"starting the router, {seconds:.0f} s"
     slowest = min(waiting, key=_share)

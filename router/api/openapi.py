@@ -267,10 +267,8 @@ _TOKEN_KEY: Schema = {"pattern": "^(0|[1-9][0-9]{0,9})$"}
 
 
 def _say_limits(components: dict[str, Schema], limits: ApiLimits) -> None:
-    """Add what structs cannot state: options' bounds, names, fields that pass.
-
-    components: schemas by name, of msgspec; changed in place.
-    """
+    """Add what structs cannot state: options' bounds, names, fields that pass. components: schemas
+    by name, of msgspec; changed in place."""
     for node in _nodes(components):
         if isinstance(node.get("pattern"), str):  # Python's end of a text; ECMA 262 has no \\Z
             node["pattern"] = node["pattern"].replace(r"\Z", "$")
@@ -337,10 +335,8 @@ def _say_body(body: Schema, kind: type[msgspec.Struct], limits: ApiLimits) -> No
 
 
 def _say_needed(body: Schema, names: list[str]) -> None:
-    """Say that a field is needed by one of its names. By the others the field may be null.
-
-    names: its own first.
-    """
+    """Say that a field is needed by one of its names. By the others the field may be null. names:
+    its own first."""
     needed = body["properties"][names[0]]
     body["required"] = [name for name in body["required"] if name != names[0]]
     body["anyOf"] = [{"required": [name], "properties": {name: needed}} for name in names]

@@ -28,9 +28,7 @@ class Claims:
 
     async def take(self, tenant: str, batch_id: str) -> bool:
         """Claims a batch for this router. False = another router has it, or nobody can say who.
-
-        Raises RequestError of a disk.
-        """
+        Raises RequestError of a disk."""
         with contextlib.suppress(StoreDown):
             if await self._lease(batch_id):
                 lock = await off_loop(self._folder.lock, tenant, batch_id)

@@ -33,10 +33,8 @@ class RowShares:
         self._batches += Counter()  # without zeros
 
     def has_room(self, tenant: str, rows: int) -> bool:
-        """Whether so many more sequences of a tenant may begin.
-
-        A line of more rows than may run at all runs alone.
-        """
+        """Whether so many more sequences of a tenant may begin. A line of more rows than may run at
+        all runs alone."""
         most, running = self.most, self.running
         if not running:
             return most > 0

@@ -245,10 +245,8 @@ class BatchRun:
             self._parts.wake_all()
 
     async def _answer(self, line: BatchRequest) -> Outcome | None:
-        """Sends a line until it has a final answer; None = the batch stops before that.
-
-        The first attempt's room is taken already.
-        """
+        """Sends a line until it has a final answer; None = the batch stops before that. The first
+        attempt's room is taken already."""
         attempt, before = 0, self._answers
         while True:
             attempt += 1
@@ -320,10 +318,8 @@ class BatchRun:
             await self._check_storage()
 
     async def _check_storage(self) -> None:
-        """Checks the tenant's storage: one whose files are full gets no more of them.
-
-        Raises RequestError of the disk.
-        """
+        """Checks the tenant's storage: one whose files are full gets no more of them. Raises
+        RequestError of the disk."""
         tenant = self.state.tenant
         try:
             await off_loop(self._parts.store.check_room, tenant, self._parts.room_of(tenant), 0, 0)

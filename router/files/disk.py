@@ -27,10 +27,8 @@ T = TypeVar("T")
 
 
 async def off_loop(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Runs `work` in a thread: a disk may be slow.
-
-    Raises RequestError (unavailable) for one that is full or broken, and what `work` raises.
-    """
+    """Runs `work` in a thread: a disk may be slow. Raises RequestError (unavailable) for one that
+    is full or broken, and what `work` raises."""
     try:
         call = functools.partial(work, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(_THREADS, call)

@@ -96,10 +96,8 @@ class FileStore:
         return self._folder(tenant) / f"{file_id}{_PART}"
 
     def keep(self, tenant: str, written: Path, file: FileObject) -> None:
-        """Make the written bytes the content of a file.
-
-        A step that a crash broke off may have done so already.
-        """
+        """Make the written bytes the content of a file. A step that a crash broke off may have done
+        so already."""
         content = self.content(tenant, file.id)
         content.parent.mkdir(parents=True, exist_ok=True)
         if written.exists():
@@ -138,10 +136,8 @@ class FileStore:
 
 
 def folder_id(root: Path) -> str:
-    """The id of a folder, whatever it is called here: routers that share it read the same.
-
-    A folder without an id gets one. Raises OSError.
-    """
+    """The id of a folder, whatever it is called here: routers that share it read the same. A folder
+    without an id gets one. Raises OSError."""
     (root / "tenants").mkdir(parents=True, exist_ok=True)
     path = root / "id"
     said = read_if_there(path)

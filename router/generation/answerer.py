@@ -162,10 +162,8 @@ async def _stream(
 async def _rest(
     generation: Generation, formatter: Formatter, report: Callable[[RequestError], None]
 ) -> AsyncIterator[bytes]:
-    """Bytes of the answer after its first event, up to the one end or error.
-
-    report: receives the error.
-    """
+    """Bytes of the answer after its first event, up to the one end or error. report: receives the
+    error."""
     try:
         while parts := await generation.next():
             chunk = _write(formatter, parts)

@@ -177,10 +177,7 @@ class Dispatcher:
         self, authorised: AuthorisedRequest, base: BaseModel, observer: RequestObserver
     ) -> tuple[TextModel, list[Prompt]]:
         """Prompts that `start` would run, of any length, and the model of their tokens. Nothing is
-        run.
-
-        Raises RequestError.
-        """
+        run. Raises RequestError."""
         deadline = asyncio.get_running_loop().time() + self._config.request_timeout_s
         with ExitStack() as held, as_request_errors(authorised.call.api):
             self._count(held, authorised.caller)
@@ -340,10 +337,7 @@ class Dispatcher:
         held: ExitStack,
     ) -> AdmittedRequest:
         """Reserves room in the queue for all sequences of a request or none, then its share of
-        quotas.
-
-        Raises RequestQuarantined, QueueFull, RequestError.
-        """
+        quotas. Raises RequestQuarantined, QueueFull, RequestError."""
         self._check_quarantine(resolved, tokenised)
         count = tokenised.num_sequences
         nbytes = BYTES_A_TOKEN * authorised.call.best_of * tokenised.num_prompt_tokens

@@ -30,9 +30,7 @@ class AnswerEnds:
 
     async def of(self, model: TextModel, manifest: AdapterManifest | None) -> tuple[int, ...]:
         """Ids, ascending: the base's, and with a manifest the adapter's own, of which model is.
-
-        Raises RequestError (unavailable) when no template can be rendered now.
-        """
+        Raises RequestError (unavailable) when no template can be rendered now."""
         own = () if manifest is None else await self.own(model, manifest)
         return tuple(sorted((*model.card.eos_token_ids, *own)))
 

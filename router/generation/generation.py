@@ -200,10 +200,8 @@ class Generation:
         return DividedAnswer(division, partial(_call_id, division.short_ids), hidden)
 
     async def next(self) -> list[Part]:
-        """Parts that came since the last call, at least one; none = all choices have ended.
-
-        Raises RequestError when the request fails; then there is no more.
-        """
+        """Parts that came since the last call, at least one; none = all choices have ended. Raises
+        RequestError when the request fails; then there is no more."""
         while self._live:
             try:
                 events = await self._context.inbox.take()

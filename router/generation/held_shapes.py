@@ -47,10 +47,8 @@ class AnswerShapes:
     async def hold(
         self, call: GenerationCall, model: TextModel, parts: PartsOfAnswers, prompt: str
     ) -> GenerationCall:
-        """The call with what its form, tools, budget and bad words are to the engine.
-
-        Raises RequestError (invalid, unsupported, unavailable, overloaded).
-        """
+        """The call with what its form, tools, budget and bad words are to the engine. Raises
+        RequestError (invalid, unsupported, unavailable, overloaded)."""
         call = _within_budget(call, model, parts.reasoning, prompt)
         is_held = call.shape is not None or (call.tools is not None and call.tools.is_held)
         if not is_held and not call.bad_words:

@@ -258,10 +258,8 @@ async def render_messages(
     template: AdapterTemplate | None,
     sandbox: TemplateSandbox,
 ) -> Rendered:
-    """Renders the prompt by the adapter's template, or else the base's.
-
-    Raises RequestError (template_error, unsupported, invalid).
-    """
+    """Renders the prompt by the adapter's template, or else the base's. Raises RequestError
+    (template_error, unsupported, invalid)."""
     if template is None:
         size = len(repr((messages, options)))
         return await model.turns.run(size, lambda: model.templates.render(messages, options))

@@ -67,10 +67,7 @@ def fingerprint(
     sampling: SamplingParams,
 ) -> bytes:
     """Makes a key that is equal for requests that are the same to a worker, whatever their caller
-    and seed.
-
-    base: its digest. adapter: as of `GenerateRequest.acting`.
-    """
+    and seed. base: its digest. adapter: as of `GenerateRequest.acting`."""
     return hashlib.blake2b(
         encode((base, adapter, prompt_ids, pictures, sampling)),
         digest_size=16,

@@ -47,9 +47,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 def listen_unix(path: Path) -> socket.socket:
     """A Unix socket that accepts from now on. A socket there that nobody accepts on is replaced.
-
-    Raises OSError.
-    """
+    Raises OSError."""
     listener = socket.socket(socket.AF_UNIX)
     try:
         if path.is_socket() and _is_deserted(path):

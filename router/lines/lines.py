@@ -123,10 +123,8 @@ def _adapter_of(body: _Body) -> str:
 
 
 def _rows_of(body: _Body) -> int:
-    """Counts the sequences that a body asks for, as far as is known without the route.
-
-    A list of texts is a sequence for each.
-    """
+    """Counts the sequences that a body asks for, as far as is known without the route. A list of
+    texts is a sequence for each."""
     parameters = body.parameters if isinstance(body.parameters, dict) else {}
     counts = (body.n, body.best_of, parameters.get("best_of"))
     each = max((count for count in counts if type(count) is int), default=1)

@@ -92,9 +92,7 @@ class Aliases:
 
     def find(self, tenant: str, name: str) -> Registration | None:
         """The registration that a caller means by a name: its tenant's own, else the fleet's.
-
-        Returns what `get` does.
-        """
+        Returns what `get` does."""
         own = OwnedName(name, tenant)
         found = self.get(own)
         if (found is not None and found.state != "deleted") or own in self.claimed:
@@ -208,9 +206,7 @@ class Aliases:
 
     def note(self, before: Registration, registration: Registration) -> None:
         """Keep a fact that this router found out by itself; other routers do not learn of it.
-
-        before: as `get` gave it.
-        """
+        before: as `get` gave it."""
         name, row = registration.key, self._row(registration.key)
         if self.get(name) != before:
             return  # it is about what is no more

@@ -196,10 +196,8 @@ class Catalog:
     async def resolve(
         self, choice: AdapterChoice | MergedChoice, sticky: str = ""
     ) -> ServedAdapter:
-        """The adapter behind the caller's words. Raises AdapterError.
-
-        sticky: what decides which version of a name this caller gets, see `Rollout`.
-        """
+        """The adapter behind the caller's words. Raises AdapterError. sticky: what decides which
+        version of a name this caller gets, see `Rollout`."""
         if isinstance(choice, MergedChoice):
             return await self._resolve_merge(choice, sticky)
         if choice.scale != 1:
@@ -256,11 +254,8 @@ class Catalog:
     def _note_failure(
         self, choice: AdapterChoice, ref: AdapterRef, token: Secret | None, error: AdapterError
     ) -> None:
-        """Notes a failure for the operator.
-
-        Left out: one that the caller's credential caused, or of a reference that the name no longer
-        means.
-        """
+        """Notes a failure for the operator. Left out: one that the caller's credential caused, or
+        of a reference that the name no longer means."""
         alias = self.rules.registration(choice)
         if alias is None or (alias.state, alias.ref) != ("registered", ref):
             return
@@ -325,9 +320,7 @@ class Catalog:
 
     async def _resolve_scaled(self, choice: AdapterChoice, sticky: str) -> ServedAdapter:
         """Resolve a choice with a scale. An adapter that is more than LoRA becomes other content.
-
-        Such an adapter cannot be scaled by row.
-        """
+        Such an adapter cannot be scaled by row."""
         plain = msgspec.structs.replace(choice, scale=1.0)
         served = await self.resolve(plain, sticky)
         if served.manifest.is_lora_alone:

@@ -30,10 +30,8 @@ class Shares(msgspec.Struct, frozen=True):
 def split(
     own: Collection[AdapterRef], versions: Sequence[tuple[AdapterRef, int]]
 ) -> tuple[int, list[tuple[AdapterRef, int]]]:
-    """The old version's weight, and the others. Unsaid, it is what is left of 100.
-
-    own: references of the old version. Raises AdapterError (conflict).
-    """
+    """The old version's weight, and the others. Unsaid, it is what is left of 100. own: references
+    of the old version. Raises AdapterError (conflict)."""
     others = [(ref, weight) for ref, weight in versions if ref not in own]
     mine = [weight for ref, weight in versions if ref in own]
     if len(mine) > 1 or len({ref for ref, _ in others}) < len(others):
@@ -73,10 +71,8 @@ def stays_back(
 def with_shares(
     registration: Registration, wanted: Shares, new_id: str, now: float, by: str
 ) -> Registration:
-    """The registration with other shares. Less is in force at once, more when it is warm.
-
-    Raises AdapterError (conflict).
-    """
+    """The registration with other shares. Less is in force at once, more when it is warm. Raises
+    AdapterError (conflict)."""
     there = registration.rollout
     _check_distinct(registration, wanted.versions)
     rollout = Rollout(
@@ -100,10 +96,8 @@ def in_force(rollout: Rollout) -> Rollout:
 
 
 def copies_needed(rollout: Rollout, digest: str, old_copies: int, workers: int) -> int:
-    """Counts the devices on which a version must be before its share is in force.
-
-    old_copies: devices that have the old version, which bear all requests now.
-    """
+    """Counts the devices on which a version must be before its share is in force. old_copies:
+    devices that have the old version, which bear all requests now."""
     return max(1, min(workers, math.ceil(rollout.share(digest) * old_copies)))
 
 
@@ -158,10 +152,8 @@ def ended(registration: Registration, now: float, by: str) -> Registration:
 
 
 def before(registration: Registration, digest: str | None) -> Change:
-    """The earlier meaning of the name: the last one, or that with `digest`.
-
-    Raises AdapterError (conflict).
-    """
+    """The earlier meaning of the name: the last one, or that with `digest`. Raises AdapterError
+    (conflict)."""
     for change in reversed(registration.history):
         is_other = change.digest != registration.digest and change.ref
         if is_other and (digest is None or change.digest.startswith(digest)):

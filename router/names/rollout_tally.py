@@ -120,17 +120,13 @@ class RolloutTally:
 
     async def scores(self, rollout: Rollout) -> Mapping[str, ScorePair]:
         """Scores of the versions with a share, by digest, over all routers and all their time.
-
-        Raises StoreDown.
-        """
+        Raises StoreDown."""
         (book,) = await self._store.counts([_score_book(rollout.id)])
         return {v.digest: _pair(book, v.digest, v.since) for v in rollout.versions if v.live}
 
     async def read(self, rollout: str, digest: str, window_s: int, since: int) -> Measured:
-        """Measurements of the last `window_s` seconds, only of whole spans after `since`.
-
-        since: Unix seconds. Raises StoreDown.
-        """
+        """Measurements of the last `window_s` seconds, only of whole spans after `since`. since:
+        Unix seconds. Raises StoreDown."""
         measured = Measured(first_token={}, token={})
         spans = self._spans(window_s, since)
         for span in spans:

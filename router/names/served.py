@@ -77,10 +77,8 @@ class ServedAdapter(msgspec.Struct, frozen=True):
 
     @property
     def counted_as(self) -> str:
-        """The name by which requests are counted.
-
-        It is one name for all spellings of a registered one; else what the caller wrote.
-        """
+        """The name by which requests are counted. It is one name for all spellings of a registered
+        one; else what the caller wrote."""
         return self.adapter_id if self.alias is None else self.alias.name
 
 

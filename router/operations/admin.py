@@ -265,10 +265,8 @@ class AdapterAdmin:
             return await self.commit(before, unpinned, declare=before.origin == "file")
 
     async def refresh(self, name: OwnedName, by: str = "") -> tuple[str | None, Registration]:
-        """Make the name mean the reference's present content.
-
-        Returns the digest before, and the registration after.
-        """
+        """Make the name mean the reference's present content. Returns the digest before, and the
+        registration after."""
         async with self.lock(name):
             before = self.get(name)
             after = move(before, "refresh")
@@ -294,10 +292,8 @@ class AdapterAdmin:
         return self.get(name)
 
     async def take_up(self, name: OwnedName, drainer: str) -> None:
-        """Goes on with an unload that another router left unfinished.
-
-        drainer: the one that left it. Raises AdapterError where another has it by now.
-        """
+        """Goes on with an unload that another router left unfinished. drainer: the one that left
+        it. Raises AdapterError where another has it by now."""
         async with self.lock(name):
             there = self.get(name)
             if there.state == "unloading" and there.drainer == drainer:

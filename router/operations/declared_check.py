@@ -94,10 +94,8 @@ class DeclaredCheck:
 
 
 def pause_after(error: AdapterError, attempt: int) -> float | None:
-    """Seconds until it is worth trying again; None = it was judged, and will be as it is.
-
-    attempt: how often it was tried again already.
-    """
+    """Seconds until it is worth trying again; None = it was judged, and will be as it is. attempt:
+    how often it was tried again already."""
     first = _FIRST_PAUSE_S.get(error.code)
     if first is None:
         return None

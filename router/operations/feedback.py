@@ -38,10 +38,8 @@ class Feedback:
                 await asyncio.sleep(_RETRY_S)
 
     async def take(self, caller: Caller, request_id: str, score: float) -> Counted:
-        """Counts a score in [0, 1] of one of the caller's tenant's requests, once.
-
-        Raises RequestError (forbidden; conflict: it has another score), StoreDown.
-        """
+        """Counts a score in [0, 1] of one of the caller's tenant's requests, once. Raises
+        RequestError (forbidden; conflict: it has another score), StoreDown."""
         counted = await self._take(caller, request_id, score)
         self._metrics.feedback.labels(counted).inc()
         if counted in ("old", "new"):

@@ -74,10 +74,8 @@ class AdaptersFile(DeclarationWatch):
     async def _reconcile_rollouts(
         self, contents: FileContents, failed: Container[OwnedName]
     ) -> dict[OwnedName, str]:
-        """Bring rollouts in line with the file. Returns problems by entry.
-
-        failed: names that are not as the file says.
-        """
+        """Bring rollouts in line with the file. Returns problems by entry. failed: names that are
+        not as the file says."""
         concerned = self._admin.concerning("file", contents.wanted)
         there = [r for r in concerned if r.key not in failed]
         todo = plan_rollouts(contents, there)

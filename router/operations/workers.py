@@ -59,10 +59,7 @@ class AdapterWorkers:
 
     async def bring(self, content: Content, token: Secret | None) -> dict[str, str]:
         """Brings an adapter to the device of every worker. Returns what is wrong, by the id of the
-        worker.
-
-        Raises AdapterError when not one of them has it then.
-        """
+        worker. Raises AdapterError when not one of them has it then."""
         tasks = {
             session.worker_id: self._bring_one(session, content, token)
             for session in self._sessions(content.base)

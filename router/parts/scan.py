@@ -83,10 +83,8 @@ class Scan:
         return self.buffer[self.start + offset : self.at]
 
     def reject(self, length: int) -> None:
-        """Refuse the characters that are read as a call.
-
-        The first `length` characters are text, the rest is to be read once more.
-        """
+        """Refuse the characters that are read as a call. The first `length` characters are text,
+        the rest is to be read once more."""
         self.at = self.start + length
         self.text()
 

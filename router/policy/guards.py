@@ -116,10 +116,8 @@ def breach(
 
 
 def _fails_more(limit: float | None, old: Measured, new: Measured) -> bool:
-    """Whether the new version fails more than chance explains.
-
-    Chance explains two standard deviations of what is allowed.
-    """
+    """Whether the new version fails more than chance explains. Chance explains two standard
+    deviations of what is allowed."""
     if limit is None or new.error_rate - old.error_rate <= limit:
         return False
     allowed = new.requests * min(1.0, old.error_rate + limit)

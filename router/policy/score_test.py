@@ -39,10 +39,8 @@ class ScorePair(msgspec.Struct, frozen=True):
     new: Scores = Scores()
 
     def p_value(self, margin: float) -> float:
-        """The error at which the new mean is found to lie more than `margin` below the old.
-
-        It holds at any time: the least value that was ever seen has the same meaning.
-        """
+        """The error at which the new mean is found to lie more than `margin` below the old. It
+        holds at any time: the least value that was ever seen has the same meaning."""
         old, new = self.old, self.new
         if not old.count or not new.count:
             return 1.0

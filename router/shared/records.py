@@ -12,10 +12,8 @@ Record = TypeVar("Record", bound=msgspec.Struct)
 
 
 def readable(entries: Iterable[bytes], kind: type[Record]) -> list[Record]:
-    """Entries of this kind. Others are left out, with a line in the log.
-
-    A router of another version may have written them, or no router.
-    """
+    """Entries of this kind. Others are left out, with a line in the log. A router of another
+    version may have written them, or no router."""
     records: list[Record] = []
     for entry in entries:
         try:

@@ -49,10 +49,8 @@ class TopAdapters:
         amounts[what] += amount
 
     def settle(self, now: float, is_registered: Callable[[OwnedName], bool]) -> None:
-        """Choose anew who has a series, now and then; then credit to them what was counted.
-
-        In this order no series takes along what nobody has read of it.
-        """
+        """Choose anew who has a series, now and then; then credit to them what was counted. In this
+        order no series takes along what nobody has read of it."""
         if self._ranked_at is None:
             self._ranked_at = now
         elif now - self._ranked_at >= RANK_INTERVAL_S:

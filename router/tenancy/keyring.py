@@ -87,10 +87,8 @@ class Keyring:
         return self._caller(check_key(found, digest, self._clock()))
 
     def stand_in(self, tenant: str, key_id: str) -> Caller:
-        """The caller behind work that is done later. The key must still be good.
-
-        Raises RequestError (unauthorized, unavailable).
-        """
+        """The caller behind work that is done later. The key must still be good. Raises
+        RequestError (unauthorized, unavailable)."""
         key = self._by_id.get(key_id)
         found = None if key is None or key.tenant != tenant else key
         if found is None and not self._is_up():

@@ -63,10 +63,8 @@ class KeysFileError(Exception):
 
 
 def read_keys(data: bytes) -> tuple[list[ApiKey], list[Tenant]]:
-    """Reads keys and tenants from YAML 1.1, of which JSON is a part. All of it or nothing.
-
-    Raises KeysFileError.
-    """
+    """Reads keys and tenants from YAML 1.1, of which JSON is a part. All of it or nothing. Raises
+    KeysFileError."""
     if len(data) > MAX_FILE_BYTES:
         raise KeysFileError(f"it may have at most {MAX_FILE_BYTES} bytes")
     try:

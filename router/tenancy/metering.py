@@ -94,10 +94,8 @@ class Metering:
             await self.flush()
 
     async def tenants(self, first: int, last: int) -> set[str]:
-        """Tenants that used something in these days, also those without a key now.
-
-        Raises StoreDown.
-        """
+        """Tenants that used something in these days, also those without a key now. Raises
+        StoreDown."""
         await self.flush()
         books = await self._store.counts([tenants_book(day) for day in range(first, last + 1)])
         return {tenant for book in books for tenant in book}
@@ -157,10 +155,7 @@ class Metering:
 
     async def _list_tenant(self, day: int, tenant: str) -> None:
         """Lists a tenant in the day's book. This is done once in a while, as a store may come back
-        empty.
-
-        Raises StoreDown.
-        """
+        empty. Raises StoreDown."""
         now = self.clock()
         if self._listed.get((day, tenant), 0.0) > now:
             return
@@ -220,10 +215,7 @@ class Charge:
 
     async def enter(self) -> None:
         """Takes the request's place: concurrency, and one of the requests a minute. Before any work
-        is done for it.
-
-        Raises RequestError.
-        """
+        is done for it. Raises RequestError."""
         subjects = self._caller.subjects
         refused = self._metering.admission.known_refusal(subjects)
         if refused is not None:
@@ -234,10 +226,7 @@ class Charge:
 
     async def admit(self, digest: str | None, prompt_tokens: int, output_tokens: int) -> None:
         """Reserves the request's tokens. digest: of the adapter. output_tokens: the most that may
-        come.
-
-        Raises RequestError.
-        """
+        come. Raises RequestError."""
         self._digest = digest
         self.prompt_tokens = prompt_tokens
         subjects, tokens = self._caller.subjects, prompt_tokens + output_tokens

@@ -84,10 +84,8 @@ class TextModel:
     # Text to ids
 
     def check_size(self, text: str, param: str) -> None:
-        """Refuses, before any work, a text that no tokenization could fit into the context.
-
-        Raises RequestError (context_length).
-        """
+        """Refuses, before any work, a text that no tokenization could fit into the context. Raises
+        RequestError (context_length)."""
         if self._longest_token is None:
             return
         limit = self._longest_token * self.card.max_context
@@ -119,10 +117,8 @@ class TextModel:
         return encoding.ids, types.index(1) if marks else None
 
     def encode_parts(self, text: str, add_special_tokens: bool) -> tuple[list[int], list[str]]:
-        """Token ids of a text, and the part of the text that each stands for: together all of it.
-
-        A character of several tokens is the last one's.
-        """
+        """Token ids of a text, and the part of the text that each stands for: together all of it. A
+        character of several tokens is the last one's."""
         encoding = self._encoding(self._tokenizer.encode_batch, text, add_special_tokens)
         starts = [start if start < stop else len(text) for start, stop in encoding.offsets]
         next_starts = list(accumulate(reversed(starts), min))[-2::-1] + [len(text)]

@@ -142,10 +142,8 @@ class _View:
         self._hidden += sum(length for _, length in past)
 
     def _start_anew(self, before: int) -> None:
-        """Begin again: the text that was read ahead came out otherwise.
-
-        Bytes may become invalid by a later one.
-        """
+        """Begin again: the text that was read ahead came out otherwise. Bytes may become invalid by
+        a later one."""
         self._state = 0
         self._gaps = []
         self._hidden = self._size - before

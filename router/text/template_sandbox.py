@@ -76,10 +76,7 @@ class TemplateSandbox:
 
     async def form(self, source: str, special_tokens: dict[str, str]) -> MessageForm:
         """The form of messages that a template reads, as `ChatTemplate(source,
-        special_tokens).form`.
-
-        Raises as `written`.
-        """
+        special_tokens).form`. Raises as `written`."""
         outcome = await self._do(RenderJob(source, special_tokens, None, TemplateOptions()))
         return outcome.form or MessageForm()
 
@@ -115,10 +112,8 @@ class TemplateSandbox:
         await self._pool.close()
 
     def _check_refused(self, key: bytes, size: int) -> None:
-        """Refuse a template that was too costly for a conversation of this size.
-
-        Half the size is tried: one caller's long messages must not be another's loss.
-        """
+        """Refuse a template that was too costly for a conversation of this size. Half the size is
+        tried: one caller's long messages must not be another's loss."""
         refusal = self._refused.get(key)
         if refusal is None or refusal.until <= asyncio.get_running_loop().time():
             return

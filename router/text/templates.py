@@ -47,10 +47,8 @@ class BaseTemplates:
     def render(
         self, messages: Collection[Mapping[str, Any]], options: TemplateOptions = DEFAULT_OPTIONS
     ) -> Rendered:
-        """The prompt. messages: as `shaped` takes them.
-
-        Raises RequestError (template_error, unsupported, invalid).
-        """
+        """The prompt. messages: as `shaped` takes them. Raises RequestError (template_error,
+        unsupported, invalid)."""
         if not self._templates and not self.faults:
             raise RequestError(
                 "unsupported", f"{self._model} has no chat template: use /v1/completions"

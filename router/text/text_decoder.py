@@ -39,9 +39,7 @@ class DecoderStep:
 
     def settle(self, text: str) -> str | None:
         """The result for `text` after a begun state, where the state behind is always the same.
-
-        None where it is not.
-        """
+        None where it is not."""
         raise NotImplementedError
 
     def copy(self) -> Self:

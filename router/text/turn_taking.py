@@ -154,10 +154,7 @@ class CallersTurns:
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
         """Does work in the caller's turn. size: characters or ids that `work` goes through. Short
-        work is done at once, here.
-
-        Raises RequestError (overloaded).
-        """
+        work is done at once, here. Raises RequestError (overloaded)."""
         if size <= INLINE_SIZE:
             return work()
         return await self.run_apart("text", size, work)

@@ -21,10 +21,7 @@ logger = logging.getLogger(__name__)
 
 def agreed(newest: ModelCard, workers: Sequence[ModelCard]) -> ModelCard:
     """The card that workers of one base share: the newest one's words, the names of all, a common
-    context.
-
-    workers: their cards, at least one.
-    """
+    context. workers: their cards, at least one."""
     names = dict.fromkeys(name for card in workers for name in card.names)
     listed = dict.fromkeys(name for card in workers for name in card.listed or card.names[:1])
     least = min(card.max_context for card in workers)
@@ -118,10 +115,8 @@ class BaseModel:
         return bool(self.fleet.views) or self.running > 0
 
     async def adopt(self, card: ModelCard) -> str | None:
-        """Serve this model from now on, as it and the others say; None = it is so.
-
-        Returns why not, when they serve another base or the card's tokenizer cannot be used.
-        """
+        """Serve this model from now on, as it and the others say; None = it is so. Returns why not,
+        when they serve another base or the card's tokenizer cannot be used."""
         async with self._adopting:
             held = self._text
             is_same = held is not None and held.card.base_digest == card.base_digest

@@ -54,10 +54,8 @@ class ConnectionLoads:
     async def load(
         self, origin: Origin, token: str | None, expected_digest: str | None = None
     ) -> AdapterManifest:
-        """Asks the worker to bring an adapter. token: opens a reference. Raises AdapterError.
-
-        The worker is sent the files of an upload that it does not have.
-        """
+        """Asks the worker to bring an adapter. token: opens a reference. Raises AdapterError. The
+        worker is sent the files of an upload that it does not have."""
         try:
             return await self._load(origin, token, expected_digest)
         except AdapterError as error:
@@ -125,10 +123,8 @@ class ConnectionOrders:
         self._next_order = 0
 
     async def order(self, action: OrderAction, digests: Sequence[str]) -> AdapterReport:
-        """Sends an order, and waits until the worker has carried it out or says why it cannot.
-
-        A load that nobody waits for any more is withdrawn. Raises AdapterError.
-        """
+        """Sends an order, and waits until the worker has carried it out or says why it cannot. A
+        load that nobody waits for any more is withdrawn. Raises AdapterError."""
         if len(self._orders) >= MAX_ORDERS:
             raise AdapterError("unavailable", "too many orders are being carried out", (), 2.0)
         order_id = f"o{self._next_order}"

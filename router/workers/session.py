@@ -97,10 +97,8 @@ class WorkerPictures:
         self._asked = 0
 
     async def look(self) -> None:
-        """Asks for a picture and waits until it has come; callers at once share it.
-
-        Raises what `fail` was given.
-        """
+        """Asks for a picture and waits until it has come; callers at once share it. Raises what
+        `fail` was given."""
         if self._awaited is None:
             known = 0 if self.latest is None else self.latest.version
             self._asked += 1
@@ -255,10 +253,8 @@ class WorkerSession:
     # Silence
 
     def listen(self, now: float, limit_s: float) -> Hearing:
-        """Whether the worker was heard, and heard this router, in the last limit_s.
-
-        It is silent, too, when it says that its engine is.
-        """
+        """Whether the worker was heard, and heard this router, in the last limit_s. It is silent,
+        too, when it says that its engine is."""
         transport = self._socket.transport
         self.liveness.unsent(self._outbox_bytes + unsent_bytes(transport), now)
         self.liveness.unread(unread_bytes(transport), now)
@@ -273,19 +269,13 @@ class WorkerSession:
 
     def hand_over(self, why: str) -> int:
         """Sequences and loads go on elsewhere. Should the worker wake up, it gets the order to stop
-        them.
-
-        Returns how many sequences there were.
-        """
+        them. Returns how many sequences there were."""
         keys = list(self._live)
         return self._leave(keys, "engine_lost" if self._engine_silent else "unheard", why)
 
     def take_back(self, why: str) -> int:
         """Send sequences that have not begun elsewhere; they may never have arrived. Nothing was
-        tried yet.
-
-        Returns how many sequences there were.
-        """
+        tried yet. Returns how many sequences there were."""
         return self._leave(
             [key for key, one in self._live.items() if not one.begun], "overloaded", why
         )

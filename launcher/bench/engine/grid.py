@@ -158,10 +158,8 @@ class PrefillRate:
 
 
 def engine_for(grid: Grid) -> OfflineEngine:
-    """Starts an engine with room for the grid's largest point.
-
-    Raises BenchError, CheckpointError, and ConfigError where the device's memory is too small.
-    """
+    """Starts an engine with room for the grid's largest point. Raises BenchError, CheckpointError,
+    and ConfigError where the device's memory is too small."""
     model = read_config(grid.folder)
     tokens = grid.prompt_tokens + grid.output_tokens
     if tokens > model.max_context:

@@ -93,10 +93,7 @@ _SHOWN = ("text", "image")
 
 def messages_of(system: str | list[ContentPart] | None, turns: list[Turn]) -> list[dict[str, Any]]:
     """Messages for the template. Texts and pictures of one speaker that stand together are one
-    message's.
-
-    Raises RequestError.
-    """
+    message's. Raises RequestError."""
     messages: list[Message] = []
     if system:
         texts = [system] if isinstance(system, str) else _texts(system, "system")

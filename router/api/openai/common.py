@@ -133,10 +133,7 @@ B = TypeVar("B", bound=OpenAIBody)
 
 def decode_shared(plain: dict[str, Any], kind: type[S], limits: ApiLimits) -> S:
     """Reads the typed body from plain values. Fields that it does not know are refused unless they
-    are harmless or ask for nothing.
-
-    Raises RequestError.
-    """
+    are harmless or ask for nothing. Raises RequestError."""
     return typed_by_aliases(_bounded(plain, limits), kind)
 
 
@@ -176,10 +173,7 @@ def adapter_by(
     bearer: str | None,
 ) -> AdapterChoice | MergedChoice | None:
     """The adapter named by `model`, SGLang's `base:adapter` too, or by `lora_path` or
-    `merged_adapters` with the base's name. path: `lora_path`.
-
-    Raises RequestError.
-    """
+    `merged_adapters` with the base's name. path: `lora_path`. Raises RequestError."""
     name, param = within_base(model or "", limits.base_names), "model"
     if path:
         on_base = name in (*BASE_PLACEHOLDERS, *limits.base_names)

@@ -93,9 +93,7 @@ def whole_number(text: str, least: int, most: int, param: str) -> int:
 
 def only_one_of(plain: Mapping[str, Any], names: Sequence[N]) -> N:
     """Finds the one of these fields that the body has: it says which API's shape the body is of.
-
-    Raises RequestError for none and for several.
-    """
+    Raises RequestError for none and for several."""
     said = [name for name in names if plain.get(name) is not None]
     others = " or ".join(f"`{name}`" for name in names[1:])
     require(said, f"is needed, or {others} in its place", names[0])

@@ -123,10 +123,7 @@ def _plain(message: Message, where: str, pixels: PixelBounds) -> dict[str, Any]:
 
 def _with_tool_calls(messages: list[Message], where: str) -> list[Message]:
     """Rewrites calls of functions and their results as calls of tools, by ids that all templates
-    take.
-
-    Raises RequestError.
-    """
+    take. Raises RequestError."""
     found, call_id = list[Message](), None
     for i, message in enumerate(messages):
         call = message.function_call

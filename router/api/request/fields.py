@@ -143,10 +143,8 @@ def check_patterns(given: str | Sequence[str] | None, param: str) -> tuple[str, 
 
 
 def within_base(model: str, base_names: Collection[str]) -> str:
-    """The adapter of SGLang's `base:adapter`, "" of `base:`; any other name as it is.
-
-    A base that is called as a source of adapters is (`hub`) hides no reference.
-    """
+    """The adapter of SGLang's `base:adapter`, "" of `base:`; any other name as it is. A base that
+    is called as a source of adapters is (`hub`) hides no reference."""
     if model in base_names:
         return model
     for base in sorted(base_names, key=len, reverse=True):

@@ -90,9 +90,7 @@ def tools_of(
     offered: list[dict[str, Any]] | None, choice: ToolChoice | None, parallel: bool | None
 ) -> Tools | None:
     """Finds the tools that the model may call; None = none, so that its prompt has none either.
-
-    Raises RequestError.
-    """
+    Raises RequestError."""
     read = typed({"tools": offered or []}, _Offered).tools
     tools = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(read))
     return offered_tools(tools, _chosen(choice), parallel, "function.name")

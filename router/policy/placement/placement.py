@@ -90,10 +90,7 @@ class Placer:
         held_s: float,
     ) -> Decision | None:
         """Chooses the worker for a sequence. with_room: those to choose from, not empty. held_s:
-        waited for workers of its own.
-
-        None: to wait for them longer is better.
-        """
+        waited for workers of its own. None: to wait for them longer is better."""
         free = [worker for worker in with_room if worker.is_free] or with_room
         if not request.adapter:
             return self._least_used(request, free, "base")

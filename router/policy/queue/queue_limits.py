@@ -104,10 +104,8 @@ class QueueCapacity:
 
 
 def _over(own: int, more: int, one: int, free: int, limit: int | None) -> bool:
-    """Whether `more` sequences are too many for a party that has `own` waiting.
-
-    The last of them counts, with the share that it would find, `one` by one.
-    """
+    """Whether `more` sequences are too many for a party that has `own` waiting. The last of them
+    counts, with the share that it would find, `one` by one."""
     before = more - one
     over_share = own > 0 and own + before > _SHARE_OF_FREE * (free - before)
     return over_share or (limit is not None and own + more > limit)

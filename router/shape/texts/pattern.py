@@ -68,10 +68,8 @@ _Node = CharSet | _Edge | _Sequence | _Options | _Repeat
 
 @lru_cache(256)
 def texts_of(pattern: str, *, for_certain: bool) -> Regex:
-    """The texts in which the pattern matches anywhere. Raises PatternRefused.
-
-    for_certain: all readers accept them; else all that a reader may accept.
-    """
+    """The texts in which the pattern matches anywhere. Raises PatternRefused. for_certain: all
+    readers accept them; else all that a reader may accept."""
     node = _Reader(pattern, for_certain).read()
     return _Placed(for_certain).whole(node)
 

@@ -57,10 +57,8 @@ def rest_of_broken(scan: Scan, close: str) -> Steps[None]:
 
 
 def _after_sign(wanted: str, sign: str, opened: list[str]) -> str:
-    """The next thing that is wanted after the sign; "" where the sign may not come.
-
-    opened: { and [ so far.
-    """
+    """The next thing that is wanted after the sign; "" where the sign may not come. opened: { and [
+    so far."""
     if wanted in _VALUES and sign in ("{", "["):
         opened.append(sign)
         return "first key" if sign == "{" else "first value"

@@ -17,9 +17,7 @@ Schema = dict[str, Any] | bool
 
 def separate_arguments(schema: dict[str, Any]) -> dict[str, Schema] | None:
     """Each argument's schema, in order; None where the arguments must keep to more than these.
-
-    Arguments beyond those that the schema names are left out.
-    """
+    Arguments beyond those that the schema names are left out."""
     properties = schema.get("properties", {})
     if schema.keys() - _KNOWN or one_type(schema) != "object":
         return None

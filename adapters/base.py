@@ -164,12 +164,18 @@ class BaseNorm(msgspec.Struct, frozen=True):
     path: its whole name. size: numbers of its weight, and of its bias.
     place, bias: of weight and bias, as `norm_place` numbers them. -1 = it has none, or lies
         elsewhere; adapters may not change that.
+    head: features of a head, where devices share out those of the norm. 0 = each has the whole.
     """
 
     path: str
     size: int
     place: int
     bias: int = -1
+    head: int = 0
+
+    def part(self, shard: Shard) -> slice:
+        """Finds the numbers that a device has."""
+        return Span(self.size, self.head).piece(shard) if self.head else slice(self.size)
 
     def places(self, *, whole: bool) -> dict[str, int]:
         """The tensors that an adapter may have, or only that of the bias -> their places."""
@@ -186,10 +192,16 @@ class BaseNorm(msgspec.Struct, frozen=True):
         return self.place >= 0
 
 
-# Where norms lie that adapters may change: before a step (`StepSpec`), on its residual sum, and
-# before its feed-forward alone. The last norm lies before the step behind all, the embedding's on
-# that step's sum.
-BEFORE, ON_SUM, BEFORE_MLP = range(3)
+# Where norms lie that adapters may change: before a step (`StepSpec`), on its residual sum, behind
+# its branches, of q and of k, and before and behind a feed-forward alone, the step's first or
+# second. The last norm lies before the step behind all, the embedding's on that step's sum.
+BEFORE, ON_SUM, BEHIND, OF_Q, OF_K, BEFORE_FEED, BEHIND_FEED = range(7)
+OWN_FEEDS = 2
+
+
+def feed_place(where: int, number: int) -> int:
+    """Numbers, as `where` of norm_place, the place of a feed-forward. where: of the first."""
+    return where + 2 * number
 
 
 def norm_place(where: int, step: int, steps: int) -> int:

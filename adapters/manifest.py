@@ -12,7 +12,7 @@ from loraplex.adapters.coverage import Coverage
 SlabDtype = Literal["float32", "float16", "bfloat16"]
 ITEM_BYTES: dict[SlabDtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
-LAYOUT_VERSION = 3
+LAYOUT_VERSION = 4
 # How a digest is made of an adapter. Other forms are made anew.
 DIGEST_FORM = 2
 
@@ -198,7 +198,7 @@ class OwnHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class OwnNorms(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The place of norms' weights and biases, `[places, width of the stream]`. offset: as in
+    """The place of norms' weights and biases, `[places, numbers of the largest]`. offset: as in
     `SiteLayout`. places: as in `BaseNorm`."""
 
     offset: int

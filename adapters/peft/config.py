@@ -52,7 +52,7 @@ Bias = Literal["none", "all", "lora_only"]
 _TEXTS = {"true": True, "false": False}
 _Number = TypeVar("_Number", int, float)
 # How names of norms end, in any model.
-_NORM = re.compile(r"(?:.*[._])?(?:\w*norm|\w*LayerNorm|norm_?[\df]|ln_\w+)")
+_NORM = re.compile(r"(?:.*[._])?(?:\w*norm(?:_?[\df])?|\w*LayerNorm|ln_\w+)")
 
 
 class PeftConfig(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from loraplex.adapters.base import BaseNorm
 from loraplex.adapters.coverage import Coverage, Site, coverage_of
 from loraplex.adapters.peft.config import PeftConfig
 from loraplex.adapters.peft.tensor_names import WHOLE, Naming
@@ -144,11 +145,16 @@ class OwnTable(msgspec.Struct, frozen=True):
 
 
 class OwnNorm(msgspec.Struct, frozen=True, gc=False):
-    """A norm's own weight. module: its short name. place: as in `BaseNorm`. tensor: `[size]`."""
+    """A norm's own weight or bias. place: of the tensor, as in `BaseNorm`. tensor: `[size]`."""
 
-    module: str
+    norm: BaseNorm
     place: int
     tensor: TensorInfo
+
+    @property
+    def module(self) -> str:
+        """The norm's short name."""
+        return self.norm.name
 
 
 class OwnScores(msgspec.Struct, frozen=True):

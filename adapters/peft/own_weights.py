@@ -303,9 +303,9 @@ def check_norms(config: PeftConfig, base: BaseSpec, findings: Findings) -> None:
     unserved = {norm.name for norm in saved_norms(config, base) if not norm.is_served}
     for name in sorted(unserved):
         message = (
-            f"modules_to_save: {name} is not served, only norms before attention, before the MLP, "
-            "on residual sums, of the embedding and at the end are; merge the adapter into its "
-            "base, or train it without"
+            f"modules_to_save: {name} is not served, only norms before and behind attention and "
+            "MLP, of q and k, on residual sums, of the embedding and at the end are; merge the "
+            "adapter into its base, or train it without"
         )
         findings.add("unsupported_feature", "modules_to_save", message)
 
@@ -339,7 +339,7 @@ def place_norms(
                 findings.add("missing_tensor", norm.path, message)
             elif tensor is not None and (is_saved or (is_bias and config.bias == "all")):
                 check_floats(tensor, (norm.size,), findings)
-                yield OwnNorm(norm.name, place, tensor)
+                yield OwnNorm(norm, place, tensor)
             elif tensor is not None:
                 message = f"{tensor.name}: the config does not name {norm.path} (modules_to_save)"
                 findings.add("unknown_tensor", tensor.name, message)

@@ -25,6 +25,7 @@ from loraplex.adapters.peft.lora_tensors import (
     OwnTable,
 )
 from loraplex.adapters.peft.validate import SlabRoom
+from loraplex.adapters.sharding import Shard
 from loraplex.adapters.token_rows import most_rows, rows_of_each
 
 ALIGNMENT = 256
@@ -198,8 +199,10 @@ def head_rows(head: OwnHead, scores: OwnScores, item_bytes: int) -> Iterator[Pla
 
 
 def norm_rows(norms: OwnNorms, base: BaseSpec, item_bytes: int) -> PlacedMatrix:
-    """Weights and biases of norms, `[places, width of the stream]`."""
-    shape = (len(norms.places), max(norm.size for norm in base.norms if norm.is_served))
+    """Weights and biases of norms, `[places, numbers of the largest]`, of one shard."""
+    first = Shard(0, base.shards)
+    parts = (norm.part(first) for norm in base.norms if norm.is_served)
+    shape = (len(norms.places), max(part.stop - (part.start or 0) for part in parts))
     return PlacedMatrix(norms.offset, shape, math.prod(shape) * item_bytes)
 
 

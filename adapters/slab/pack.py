@@ -131,7 +131,8 @@ def all_regions(
         for index in range(layout.shards):
             norms = _region(memory, placed, item_bytes, index * layout.shard_nbytes)
             for norm, place in zip(adapter.norms, norms.numbers, strict=True):
-                norms.targets.append(SlabTarget(norm.tensor, place, _rows(norm.tensor)))
+                rows = _rows(norm.tensor)[norm.norm.part(Shard(index, layout.shards))]
+                norms.targets.append(SlabTarget(norm.tensor, place[: len(rows)], rows))
             yield norms
 
 

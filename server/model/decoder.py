@@ -1,16 +1,29 @@
 """The decoder: one forward over a flat batch of tokens, for every model with a ModelSpec."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from loraplex.adapters.base import BEFORE, BEFORE_MLP, LAYER_INPUTS, ON_SUM, Role, norm_place
+from loraplex.adapters.base import (
+    BEFORE,
+    BEFORE_FEED,
+    BEHIND,
+    BEHIND_FEED,
+    LAYER_INPUTS,
+    OF_K,
+    OF_Q,
+    ON_SUM,
+    Role,
+    feed_place,
+    norm_place,
+)
 from loraplex.server.model.latent_weights import LatentWeights
 from loraplex.server.model.linear.experts import MoeWeights
 from loraplex.server.model.linear.linear import Linear
+from loraplex.server.model.lora.own_rows import Owning, own_heads
 from loraplex.server.model.lora.sites import BranchSites, Sites
 from loraplex.server.model.ops.ops import DistanceProduct, Ops, Positioned
 from loraplex.server.model.ops.pointwise import layer_normed_heads
@@ -25,7 +38,7 @@ from loraplex.server.model.weights import (
 )
 
 P = TypeVar("P", bound=Positioned)
-L = TypeVar("L")
+L = TypeVar("L", bound=Owning)
 Y = TypeVar("Y")
 
 
@@ -239,18 +252,23 @@ class Decoder(Generic[P, L, Y]):
         """Compute a mixer's products but the last, and mix. number: in `mixers`."""
         mixer = self.mixers[number]
         if isinstance(mixer.weights, LatentWeights):
-            return self._attend_latents(plan, mixer, mixer.weights, normed, lora)
+            return self._attend_latents(plan, number, mixer.weights, normed, lora)
         if self.weights.distances is not None:
             return self._attend_distances(plan, mixer, self.weights.distances, normed, lora)
         of_each = zip(mixer.weights.linears[:-1], mixer.sites, strict=False)
         products = [self.ops.linear(normed, linear, lora, site) for linear, site in of_each]
-        return self.mix(plan, number, products)
+        return self.mix(plan, number, products, lora)
 
-    def mix(self, plan: P, number: int, products: Sequence[Y]) -> torch.Tensor:
-        """Mix tokens, in one of `mixers`. products: of all its matrices but the last."""
+    def mix(
+        self, plan: P, number: int, products: Sequence[Y], lora: L | None = None
+    ) -> torch.Tensor:
+        """Mix tokens, in one of `mixers`. products: of all its matrices but the last. lora: whose
+        norms of q and k may be adapters' own; None = all are the base's."""
         layer, weights = self.mixers[number].layer, self.mixers[number].weights
         if isinstance(weights, AttentionWeights):
             qkv, *gates = products
+            if lora is not None and lora.own:
+                weights = self._with_own_heads(number, weights, lora, len(plan.positions))
             if weights.qk_layer_norm is not None:
                 whole = self.ops.complete(qkv)
                 qkv = self.ops.completed(layer_normed_heads(whole, weights.qk_layer_norm))
@@ -260,20 +278,35 @@ class Decoder(Generic[P, L, Y]):
             raise TypeError("attention to latents begins with the normed rows")
         return self.ops.mix_states(plan, layer, products, weights)
 
+    def _with_own_heads(
+        self, number: int, weights: AttentionWeights, lora: L, tokens: int
+    ) -> AttentionWeights:
+        """The weights with adapters' own norms of q and k. number: in `mixers`."""
+        step, of_q = self._mixing[number], self.spec.attentions[self.mixers[number].layer].num_heads
+        places = self._place(OF_Q, step), self._place(OF_K, step)
+        own = partial(own_heads, lora.own, places, of_q=of_q, tokens=tokens)
+        norm = weights.qk_layer_norm
+        if norm is not None:
+            bias = None if norm.bias is None else own(norm.bias, part="bias")
+            return replace(weights, qk_layer_norm=norm._replace(weight=own(norm.weight), bias=bias))
+        of_base = weights.qk_norm
+        return weights if of_base is None else replace(weights, qk_norm=own(of_base))
+
     def _attend_latents(
         self,
         plan: P,
-        mixer: PreparedMixer,
+        number: int,
         weights: LatentWeights,
         normed: torch.Tensor,
         lora: L | None,
     ) -> torch.Tensor:
+        mixer, ops = self.mixers[number], self.ops
         *of_q_a, kv_a, q_b, kv_b, _ = mixer.sites
-        ops = self.ops
         kept = ops.linear(normed, weights.kv_a, lora, kv_a)
         if weights.q_a is not None and weights.q_norm is not None:
             q = ops.complete(ops.linear(normed, weights.q_a, lora, of_q_a[0]))
-            normed = ops.norm(q, weights.q_norm)
+            place = self._place(OF_Q, self._mixing[number])
+            normed = self._norm(q, weights.q_norm, lora, place)
         products = (ops.linear(normed, weights.q_b, lora, q_b), kept)
         return ops.attend_latents(plan, mixer.layer, products, weights, lora, kv_b)
 
@@ -406,31 +439,40 @@ class Decoder(Generic[P, L, Y]):
         return normed, stream
 
     def _fed_forward(self, number: int, normed: torch.Tensor, stream: Stream, lora: L | None) -> Y:
-        """The sum of a step's feed-forwards; where norms lie behind these, over all devices."""
+        """The sum of a step's feed-forwards; where norms lie behind these, over all devices.
+        normed: what those read that have no norm of their own."""
         step, ops = self._steps[number], self.ops
+        own = partial(self._norm, stream.hidden)
+        places = [
+            [self._place(feed_place(where, n), number) for where in (BEFORE_FEED, BEHIND_FEED)]
+            for n in range(len(step.own))
+        ]
         deltas = (
-            run(self._read(number, normed, pre, stream, lora), stream, lora)
-            for run, (pre, _) in zip(step.feed_forwards, step.own, strict=True)
+            run(normed if pre is None else own(pre, lora, place), stream, lora)
+            for run, (pre, _), (place, _) in zip(step.feed_forwards, step.own, places, strict=True)
         )
         if not step.sums_normed:
             return reduce(ops.plus, deltas)
         total = None
-        for delta, (_, post) in zip(deltas, step.own, strict=True):
-            delta = ops.reduce(delta)
+        for delta, (_, post), (_, place) in zip(deltas, step.own, places, strict=True):
+            delta, post = self._behind(ops.reduce(delta), post, stream.hidden, lora, place)
             if total is not None:
                 _, total = ops.add_norm(delta, total, None, post)
-            elif post is not None:
-                total = ops.norm(ops.complete(delta), post)
+            else:
+                total = ops.complete(delta)
+                total = total if post is None else ops.norm(total, post)
         assert total is not None
         return ops.completed(total)
 
-    def _read(
-        self, number: int, normed: torch.Tensor, norm: Norm | None, stream: Stream, lora: L | None
-    ) -> torch.Tensor:
-        """A feed-forward's input: what its step reads, or the stream behind a norm of its own."""
-        if norm is None:
-            return normed
-        return self._norm(stream.hidden, norm, lora, self._place(BEFORE_MLP, number))
+    def _behind(
+        self, delta: Y, norm: Norm | None, hidden: torch.Tensor, lora: L | None, place: int
+    ) -> tuple[Y, Norm | None]:
+        """A delta and the norm behind it, which is over where adapters have their own. hidden: of
+        the stream, as large."""
+        if norm is None or lora is None or not any(place in each.norms for each in lora.own):
+            return delta, norm
+        _, whole = self.ops.add_norm(delta, torch.zeros_like(hidden), None)
+        return self.ops.completed(self._norm(whole, norm, lora, place)), None
 
     def _summed(
         self,
@@ -445,12 +487,13 @@ class Decoder(Generic[P, L, Y]):
         norm = self.weights.norm if is_last else self._steps[number + 1].pre
         if not step.sums_normed:
             delta = self.ops.reduce(delta)
+        delta, post = self._behind(delta, step.post, hidden, lora, self._place(BEHIND, number))
         if step.after is not None:
-            of_sum, total = self.ops.add_norm(delta, hidden, step.after, step.post, step.factors)
+            of_sum, total = self.ops.add_norm(delta, hidden, step.after, post, step.factors)
             hidden = self._with_own(of_sum, total, lora, self._place(ON_SUM, number), step.after)
             normed = hidden if norm is None else self.ops.norm(hidden, norm)
         else:
-            normed, hidden = self.ops.add_norm(delta, hidden, norm, step.post, step.factors)
+            normed, hidden = self.ops.add_norm(delta, hidden, norm, post, step.factors)
         if last is not None and self._reads_last(number + 1):
             return last, hidden
         if norm is not None:

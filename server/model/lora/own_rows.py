@@ -7,7 +7,8 @@ nothing, and costs other tokens nothing.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import product
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
@@ -63,7 +64,7 @@ class OwnRows:
 
 
 class NormParts(NamedTuple):
-    """Tensors in place of those of a norm, `[hidden]` each. None = the base's."""
+    """Tensors in place of those of a norm, `[features]` each. None = the base's."""
 
     weight: torch.Tensor | None = None
     bias: torch.Tensor | None = None
@@ -95,6 +96,13 @@ class OwnSegment:
     norms: Mapping[int, NormParts]
 
 
+class Owning(Protocol):
+    """Adapters of a batch, some of which may have parts of their own."""
+
+    @property
+    def own(self) -> tuple[OwnSegment, ...]: ...
+
+
 def ids_on(device: torch.device, ids: tuple[int, ...] | None) -> torch.Tensor | None:
     """Copy token ids to the device as OwnRows has them, without waiting; None stays None."""
     if ids is None:
@@ -106,14 +114,14 @@ def ids_on(device: torch.device, ids: tuple[int, ...] | None) -> torch.Tensor | 
 def norms_of(
     rows: torch.Tensor, places: Sequence[int], specs: Sequence[NormSpec | None]
 ) -> dict[int, NormParts]:
-    """Return what an adapter has of norms. rows: as stored, `[places, hidden]`. specs: of all
-    places. Work is queued on the current stream.
+    """Return what an adapter has of norms. rows: as stored, `[places, numbers of the
+    largest]`. specs: of all places. Work is queued on the current stream.
     """
     found: dict[int, NormParts] = {}
     for place, row in zip(places, rows, strict=True):
         spec, (is_bias, of_norm) = specs[place], divmod(place, len(specs) // 2)
         assert spec is not None
-        own = row
+        own = row = row[: spec.size]
         if not is_bias and spec.offset:
             own = row.float() + spec.offset
             own = own if spec.kind == "rms" else own.to(row.dtype)
@@ -166,6 +174,28 @@ def norm_own(
         own, part = segment.norms.get(place), slice(segment.begin, segment.end)
         if own is not None:
             normed[part] = run(hidden[part], own.within(norm))
+
+
+def own_heads(
+    segments: tuple[OwnSegment, ...],
+    places: tuple[int, int],
+    of_base: torch.Tensor,
+    of_q: int,
+    tokens: int,
+    part: Literal["weight", "bias"] = "weight",
+) -> torch.Tensor:
+    """Return tensors of the norms of q and k: the base's `[heads + kv_heads, head_dim]`, or those
+    of each token, `[tokens, heads + kv_heads, head_dim]`, where some adapter has its own. places:
+    of the weights of both norms. of_q: heads of q. part: of the norms.
+    """
+    found, of_both = of_base, [*zip(places, (slice(of_q), slice(of_q, None)), strict=True)]
+    for segment, (place, heads) in product(segments, of_both):
+        own = getattr(segment.norms.get(place), part, None)
+        if own is not None:
+            if found is of_base:
+                found = of_base.expand(tokens, -1, -1).clone()
+            found[segment.begin : segment.end, heads] = own.view(-1, of_base.shape[1])
+    return found
 
 
 def own_logits(

@@ -161,7 +161,9 @@ class GroupOps(Generic[P, L, Y]):
         sums = self._group.sum(squares)
         sums[1] /= _copies(spec, shard)
         places = heads.split([*sizes, sizes[1]], dim=1)
-        of_all = zip((q, k), weight.split(sizes), sums, (spec.q_size, spec.kv_size), strict=True)
+        of_all = zip(
+            (q, k), weight.split(sizes, dim=-2), sums, (spec.q_size, spec.kv_size), strict=True
+        )
         for place, (x, w, squared, size) in zip(places, of_all, strict=False):
             factor = torch.rsqrt(squared / size + spec.qk_epsilon)[:, None, None]
             place.copy_(w * (x * factor).to(w.dtype))

@@ -341,7 +341,7 @@ class Ops(Protocol[P, L, Y]):
 
         qkv `[tokens, (heads + 2 kv_heads) * head_dim]`, or of fewer parts (`AttentionSpec.parts`),
         may be overwritten; with gates it has twice the heads of q. weights: qk_norm and sinks are
-        read.
+        read; qk_norm may be of each token, `[tokens, heads + kv_heads, head_dim]`.
         """
         ...
 

@@ -17,8 +17,8 @@ def layer_norm(x: torch.Tensor, norm: LayerNorm) -> torch.Tensor:
 
 def layer_normed_heads(qkv: torch.Tensor, norm: LayerNorm) -> torch.Tensor:
     """Norm each head of q and k. qkv: `[tokens, features]`, of q first, then of k; norm: weights
-    `[heads, head_dim]` of these heads -> the same shape."""
-    count, size = norm.weight.shape
+    `[heads, head_dim]` of these heads, perhaps for each token -> the same shape as qkv."""
+    count, size = norm.weight.shape[-2:]
     heads = qkv.view(len(qkv), -1, size)
     normed = functional.layer_norm(heads[:, :count], (size,), eps=norm.epsilon) * norm.weight
     normed = normed if norm.bias is None else normed + norm.bias

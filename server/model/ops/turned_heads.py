@@ -82,22 +82,22 @@ def turned_heads(
     qk: torch.Tensor
     qk, v = heads.split((num_heads + kv_heads, kv_heads), dim=1)
     if qk_norm is not None and not spec.norms_rotated:
-        qk = _qk_normed(spec, qk, qk_norm)
+        qk = normed_heads(spec, qk, qk_norm)
     if spec.rope is not None:
         qk = rotate(qk, *turns.rope[spec.rope, spec.head_dim], spec.rope)
     if qk_norm is not None and spec.norms_rotated:
-        qk = _qk_normed(spec, qk, qk_norm)
+        qk = normed_heads(spec, qk, qk_norm)
     q, k = qk[:, :num_heads], qk[:, num_heads:]
     return q if spec.q_scale is None else q * turns.q_scales[spec.q_scale], k, v
 
 
-def _qk_normed(spec: AttentionSpec, qk: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def normed_heads(spec: AttentionSpec, qk: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Norm q and k. qk `[tokens, heads + kv_heads, head_dim]`; weight: as of `Ops.attend`."""
     if not spec.norms_all_heads:
         return rms_norm(qk, RmsNorm(weight, spec.qk_epsilon))
     sizes = (spec.num_heads, spec.num_kv_heads)
     normed = [
-        rms_norm(x.flatten(1), RmsNorm(w.flatten(), spec.qk_epsilon)).view_as(x)
-        for x, w in zip(qk.split(sizes, dim=1), weight.split(sizes), strict=True)
+        rms_norm(x.flatten(1), RmsNorm(w.flatten(-2), spec.qk_epsilon)).view_as(x)
+        for x, w in zip(qk.split(sizes, dim=1), weight.split(sizes, dim=-2), strict=True)
     ]
     return torch.cat(normed, dim=1)

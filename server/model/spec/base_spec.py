@@ -86,7 +86,10 @@ def _norms(model: ModelSpec) -> tuple[BaseNorm, ...]:
             step = place % (len(layers) + 1)
             path = norm.path if step == len(layers) else layer_path(layers[step], norm.path)
             bias = place + len(placed) if norm.bias else -1
-            found[path] = BaseNorm(path, norm.size, place, bias)
+            attention = model.attentions.get(layers[step]) if step < len(layers) else None
+            is_shared = attention and attention.norms_all_heads and norm in attention.inner_norms
+            head = attention.head_dim if attention and is_shared else 0
+            found[path] = BaseNorm(path, norm.size, place, bias, head)
     for path, norm in _named_norms(model):
         found.setdefault(path, BaseNorm(path, norm.size, -1))
     return tuple(found.values())

@@ -40,6 +40,10 @@ class LatentSpec(AttentionSpec, frozen=True, kw_only=True):
         return self.head_dim // 2
 
     @property
+    def free_norms(self) -> tuple[NormSpec | None, NormSpec | None]:
+        return self.q_a_norm, None
+
+    @property
     def inner_norms(self) -> tuple[NormSpec, ...]:
         of_q = () if self.q_a_norm is None else (self.q_a_norm,)
         return *of_q, self.latent_norm

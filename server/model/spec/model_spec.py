@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
+from loraplex.adapters.base import BEFORE, ON_SUM, OWN_FEEDS
 from loraplex.adapters.base import layer_path as layer_path
 from loraplex.adapters.classes import HEAD_OF_CLASSES, ClassForm
 from loraplex.server.model.quantisation.quantisation import Quantisation
@@ -122,6 +123,12 @@ class AttentionSpec(msgspec.Struct, frozen=True):
         """Norms between the products."""
         return tuple(norm for norm in (self.q_norm, self.k_norm) if norm is not None)
 
+    @property
+    def free_norms(self) -> tuple[NormSpec | None, NormSpec | None]:
+        """The norms of q and of k, where these can be normed before all else is done with them."""
+        is_bound = self.norms_rotated or self.keys_are_values
+        return (None, None) if is_bound else (self.q_norm, self.k_norm)
+
     def tensors(self) -> Tensors:
         """Names, relative to the layer, and shapes of what the checkpoint holds."""
         yield from tensors_of(*self.linears, *self.inner_norms)
@@ -196,10 +203,16 @@ class StepSpec(msgspec.Struct, frozen=True):
     after: NormSpec | None = None
 
     @property
-    def pre_feed(self) -> NormSpec | None:
-        """The norm that a feed-forward has before it, where one alone has some."""
-        found = [norms.pre for norms in self.own if norms.pre is not None]
-        return found[0] if len(found) == 1 else None
+    def attention(self) -> AttentionSpec | None:
+        """Its attention, which may mix tokens."""
+        found = (branch for branch in self.branches if isinstance(branch, AttentionSpec))
+        return next(found, None)
+
+    def of_feed(self, number: int) -> BranchNorms:
+        """Norms that a feed-forward has alone. number: among the step's."""
+        of_each = zip(self.branches, self.own, strict=False)
+        found = [norms for branch, norms in of_each if isinstance(branch, FeedForwardSpec)]
+        return found[number] if number < len(found) else BranchNorms()
 
     @property
     def other_norms(self) -> tuple[NormSpec, ...]:
@@ -405,14 +418,10 @@ class ModelSpec(msgspec.Struct, frozen=True):
     def placed_norms(self) -> tuple[NormSpec | None, ...]:
         """The norms at all places of weights (`norm_place`); None = none, or adapters may not
         change it."""
-        steps, embedding = self.steps, self.embedding.norm
-        before = (*(step.pre for step in steps), self.norm)
-        on_sums = (*(step.after for step in steps), embedding)
-        found = (*before, *on_sums, *(step.pre_feed for step in steps), None)
-        return tuple(
-            norm if norm and norm.has_weight and norm.size == self.hidden_size else None
-            for norm in found
-        )
+        behind_all = {BEFORE: self.norm, ON_SUM: self.embedding.norm}
+        of_steps = zip(*map(_placed_norms, self.steps), strict=True)
+        found = ((*of_each, behind_all.get(where)) for where, of_each in enumerate(of_steps))
+        return tuple(norm if norm and norm.is_plain else None for norm in chain(*found))
 
     @property
     def steps(self) -> tuple[StepSpec, ...]:
@@ -513,6 +522,14 @@ class ModelSpec(msgspec.Struct, frozen=True):
         labels an adapter may bring.
         """
         return {name: shape for score in self.scores for name, shape in score.inner_tensors()}
+
+
+def _placed_norms(step: StepSpec) -> tuple[NormSpec | None, ...]:
+    """The norms of a step, in the order of `norm_place`."""
+    attention = step.attention
+    of_heads = (None, None) if attention is None else attention.free_norms
+    of_feeds = chain.from_iterable(step.of_feed(number) for number in range(OWN_FEEDS))
+    return (step.pre, step.after, step.post, *of_heads, *of_feeds)
 
 
 def _within(branch: Branch, max_context: int) -> Branch:

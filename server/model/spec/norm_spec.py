@@ -29,6 +29,12 @@ class NormSpec(msgspec.Struct, frozen=True):
     heads: int = 0
     is_listed: bool = False
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether its weight is a tensor for all heads, which is stored as a module's weight."""
+        is_weight = self.has_weight and self.name == "weight" and self.factor == 1.0
+        return is_weight and not self.heads
+
     def tensors(self) -> Tensors:
         """Names and shapes of what the checkpoint holds."""
         if self.is_listed:

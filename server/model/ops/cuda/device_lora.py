@@ -201,7 +201,8 @@ class LoraBatches:
             context = (slots, segments, workspace, phase, strategies, reach)
             return FusedLora(*context, vectors, model_sites, own, kernel)
         regime = lora_strategy.regime_of(tokens, decodes=decodes, captured=captured)
-        strategies = self._consumers.strategies(regime, tokens)
+        norms = reach is Reach.NORMS
+        strategies = self._consumers.strategies(regime, tokens, norms=norms)
         context = (slots, segments, workspace, phase, strategies, reach)
         return DeviceLora(*context, vectors, model_sites, own)
 
@@ -212,12 +213,13 @@ class LoraBatches:
 
     def _shrinking(self, lora: DeviceLora, block: int) -> ShrinkingLora:
         """Return the same batch for adapters whose ranks fit `block`."""
+        regime, norms = Regime.SHRINKING_PREFILL, lora.reach is Reach.NORMS
         return ShrinkingLora(
             lora.slots,
             lora.segments,
             lora.workspace,
             lora.phase,
-            self._consumers.strategies(Regime.SHRINKING_PREFILL, len(lora.slots)),
+            self._consumers.strategies(regime, len(lora.slots), norms=norms),
             lora.reach,
             lora.vectors,
             lora.model_sites,

@@ -172,10 +172,11 @@ class Consumers:
         every = frozenset(STRATEGIES[Regime.FUSED])
         return replace(self, whole=every, fused=False, share_tiles=False)
 
-    def strategies(self, regime: Regime, tokens: int) -> Strategies:
-        """The row of STRATEGIES, with IN_PLACE for what a consumer cannot finish."""
+    def strategies(self, regime: Regime, tokens: int, *, norms: bool = False) -> Strategies:
+        """The row of STRATEGIES, with IN_PLACE for what a consumer cannot finish. norms: adapters
+        may have norms of q and k of their own, which need the sum before."""
         row = dict(STRATEGIES[regime])
-        if self.sums_first and row["qkv"] is Strategy.DEFER:
+        if (self.sums_first or norms) and row["qkv"] is Strategy.DEFER:
             row["qkv"] = Strategy.IN_PLACE
         summed = self.summed
         late = frozenset[Role]() if tokens <= summed.term_rows else summed.late

@@ -59,11 +59,18 @@ from loraplex.server.model.ops.cuda.lora_strategy import NONE_SUMMED, Consumers,
 from loraplex.server.model.ops.cuda.products import Products
 from loraplex.server.model.ops.cuda.rotations import Rotations
 from loraplex.server.model.ops.ops import DistanceProduct, KVCache, StepLayout
-from loraplex.server.model.ops.pointwise import layer_norm, wide_logits, without_gate
+from loraplex.server.model.ops.pointwise import (
+    layer_norm,
+    wide_logits,
+    with_values,
+    without_gate,
+)
 from loraplex.server.model.ops.row_states import RowStates
+from loraplex.server.model.ops.turned_heads import normed_heads
 from loraplex.server.model.routed_experts import ChosenExperts
 from loraplex.server.model.spec.model_spec import (
     Activation,
+    AttentionSpec,
     ModelSpec,
 )
 from loraplex.server.model.state_weights import StateWeights
@@ -353,7 +360,10 @@ class CudaOps:
         qk_norm, sinks = weights.qk_norm, weights.sinks
         if isinstance(self._attention, WholeAttention):
             return self._attention.run(plan.texts, layer, self.complete(qkv), qk_norm)
-        y, attention, spec = qkv.y, plan.attention, self.model.layers[layer].attention
+        attention, spec = plan.attention, self.model.layers[layer].attention
+        if qk_norm is not None and qk_norm.dim() > 2:
+            qkv, qk_norm = self._normed_heads(spec, qkv, qk_norm), None
+        y = qkv.y
         out = _room_attended(plan, y, spec.q_size)
         heads = out.view(len(y), spec.num_heads, spec.head_dim)
         delta = q = None
@@ -461,6 +471,16 @@ class CudaOps:
         places = (plan.angles[prompts], slots[self.cache.groups.group(layer), prompts])
         pages, norm = cache_pages(self.cache, layer), self._norm(layer, qk_norm)
         return rope_append(qkv[prompts], self.rotations[layer], *places, pages, norm)
+
+    def _normed_heads(
+        self, spec: AttentionSpec, qkv: LinearOutput, weights: torch.Tensor
+    ) -> LinearOutput:
+        """Norm q and k by weights of each token, which the rotation does not know."""
+        y = self.complete(qkv)
+        y = with_values(y, spec) if spec.norms_values else y
+        heads = y.view(len(y), -1, spec.head_dim)[:, : weights.shape[1]]
+        heads.copy_(normed_heads(spec, heads, weights))
+        return Ready(y)
 
     def _norm(self, layer: int, weights: torch.Tensor | None) -> QkNorm | None:
         """The norm of q and k."""

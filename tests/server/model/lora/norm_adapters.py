@@ -14,6 +14,10 @@ FEW = ["q_proj", "down_proj"]
 BEFORE_ATTENTION, AT_END = "input_layernorm", "model.norm"
 # What Gemma calls otherwise.
 BEFORE_MLP = {"gemma2": "pre_feedforward_layernorm", "gemma3": "pre_feedforward_layernorm"}
+OF_HEADS = ["q_norm", "k_norm"]
+_BEHIND = ["post_attention_layernorm", "post_feedforward_layernorm"]
+# Norms of q and k, and behind attention and the MLP.
+WITHIN = {"gemma2": _BEHIND, "gemma3": [*_BEHIND, *OF_HEADS], "qwen3": OF_HEADS}
 # Norms of families without that of the MLP, or with other names; the one behind all layers last.
 _OF_OPT, _OF_FALCON = ["self_attn_layer_norm", "final_layer_norm"], ["input_layernorm", "ln_f"]
 OTHERS = {
@@ -31,6 +35,11 @@ OTHERS = {
     "nemotron": [BEFORE_ATTENTION, "post_attention_layernorm", AT_END],
     "cohere": [BEFORE_ATTENTION, AT_END],
     "mamba2": ["layers.0.norm", "norm_f"],
+    "olmo2": [*_BEHIND, *OF_HEADS, AT_END],
+    "persimmon": [BEFORE_ATTENTION, "q_layernorm", "k_layernorm", "final_layernorm"],
+    "glm4": ["post_self_attn_layernorm", "post_mlp_layernorm", AT_END],
+    "gemma4-moe": [f"post_feedforward_layernorm{end}" for end in ("", "_1", "_2")],
+    "deepseek-v2": ["q_a_layernorm", AT_END],
 }
 
 
@@ -50,7 +59,7 @@ def saved_norms(family: str) -> dict[str, dict[str, Any]]:
             "end": {"modules_to_save": every[-1:], **biases},
         }
     before_mlp = BEFORE_MLP.get(family, "post_attention_layernorm")
-    every = [BEFORE_ATTENTION, before_mlp, AT_END]
+    every = [BEFORE_ATTENTION, before_mlp, *WITHIN.get(family, ()), AT_END]
     return {
         "plain": {},
         "every": {"modules_to_save": every},

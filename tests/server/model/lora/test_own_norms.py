@@ -14,7 +14,7 @@ from tests.server.model.hub_models import make_model, reference_logprobs, save_m
 from tests.server.model.lora.norm_adapters import OTHERS, WithNorms, saved_norms, with_norms
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-# Tied tables and biases; norms of q and k; weights less one and norms behind blocks.
+# Tied tables and biases; norms of q and k; weights less one, and all norms that there are.
 FAMILIES = ["llama-biases-tied", "qwen3", "gemma3"]
 
 

@@ -25,7 +25,7 @@ FIRST = 1000  # extent
 
 @pytest.fixture(
     scope="module",
-    params=beyond(1, ["llama3", "gemma2", "gpt-neox"]),
+    params=beyond(1, ["llama3", "gemma2", "gpt-neox", "olmo2", "qwen3"]),
 )
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

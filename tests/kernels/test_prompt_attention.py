@@ -177,6 +177,13 @@ def test_chunks_of_several_prompts(
     case.check(small(heads[0] // heads[1]), idle=3)
 
 
+@pytest.mark.parametrize(("head_dim", "values"), [(64, 32), (80, 32)])
+def test_values_shared_among_programs(device: torch.device, head_dim: int, values: int) -> None:
+    """Of 80 features, padded to 128, the last program of three has half its own."""
+    case = Case(CHUNKS, (4, 2, head_dim), ScoreRule(0.2, window=9), device=device, sinks=True)
+    case.check(replace(small(2), most_values=values), idle=1)
+
+
 @pytest.mark.parametrize(
     ("heads", "rule"),
     sparse(

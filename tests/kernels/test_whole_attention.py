@@ -38,7 +38,8 @@ def run(
     qkv = torch.randn(sum(LENGTHS), heads[0] + 2 * heads[1], head_dim, device=device)
     biases = torch.randn(heads[0], 2 * max(LENGTHS) - 1, device=device) if biased else None
     out = torch.full((len(qkv), heads[0] * head_dim), float("nan"), device=device)
-    tiles = torch.from_numpy(cut_texts(np.array(LENGTHS))).to(device)
+    cut = np.pad(cut_texts(np.array(LENGTHS)), ((0, 2), (0, 0)))  # two of no text
+    tiles = torch.from_numpy(cut).to(device)
     whole_attention(qkv, heads, tiles, rule, biases, out)
     texts, found = qkv.cpu().split(LENGTHS), out.cpu().split(LENGTHS)
     of_cpu = None if biases is None else biases.cpu()

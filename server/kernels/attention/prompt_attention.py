@@ -1,7 +1,8 @@
 """Causal attention of prompts' chunks over paged keys and values, in one launch a layer.
 
 FlashAttention (https://arxiv.org/abs/2205.14135): a program takes a tile of a chunk's tokens, for
-all query heads of one kv head, and keeps a running softmax over keys. Windows, soft caps, sinks,
+all query heads of one kv head, and keeps a running softmax over keys. Wide values are shared among
+programs, each of which computes the scores. Windows, soft caps, sinks,
 slopes, scales and head sizes are a layer's own. No key and no page outside of what a tile's tokens
 see is read. What the host knows of lengths lies in the tiles: a launch of a graph finds others each
 time.
@@ -32,6 +33,8 @@ from loraplex.server.kernels.attention.scores import (
 
 TILE_COLUMNS = 4
 _WIDEST_HEAD = 512
+# Sums of so many features, of 128 queries, are what registers hold beside all else.
+_MOST_VALUES = 256
 _FEW_QUERIES = 64  # the fewest that the tensor cores of a Hopper GPU multiply at once
 
 
@@ -40,7 +43,7 @@ class TileShape:
     """Sizes of a tile, and launch parameters. tokens: of a chunk, for which one program computes.
     block_m: their queries, with what pads them; block_n: keys of a step of its loop. aligned: steps
     begin at multiples of their size, also where a window begins elsewhere, so that a token's sums
-    do not depend on the others of its tile.
+    do not depend on the others of its tile. most_values: features of values that a program takes.
     """
 
     tokens: int
@@ -49,6 +52,7 @@ class TileShape:
     num_warps: int
     num_stages: int
     aligned: bool = False
+    most_values: int = _WIDEST_HEAD
 
 
 # By head size, padded: queries and keys of a tile, warps and stages. Page numbers, keys and sums
@@ -58,7 +62,7 @@ _LARGE = {
     64: (128, 64, 8, 5),
     128: (128, 64, 8, 5),
     256: (128, 32, 8, 5),
-    512: (64, 16, 8, 5),
+    512: (128, 32, 8, 3),
 }
 _SMALL = {
     64: (64, 64, 4, 3),
@@ -77,12 +81,15 @@ def tile_shape(
     """
     if head_dim > _WIDEST_HEAD:
         raise ValueError(f"head sizes are at most {_WIDEST_HEAD}, not {head_dim}")
-    table = _LARGE if (9, 0) <= capability < (12, 0) else _SMALL
+    is_large = (9, 0) <= capability < (12, 0)
+    table = _LARGE if is_large else _SMALL
     most, block_n, num_warps, stages = table[max(64, triton.next_power_of_2(head_dim))]
     if of_decodes and most > _FEW_QUERIES:
         most, num_warps = _FEW_QUERIES, num_warps * _FEW_QUERIES // most
     block_m = max(most, triton.next_power_of_2(group))
-    return TileShape(block_m // group, block_m, block_n, num_warps, stages, aligned=of_decodes)
+    sizes = (block_m // group, block_m, block_n, num_warps, stages)
+    values = _MOST_VALUES if is_large else _WIDEST_HEAD
+    return TileShape(*sizes, aligned=of_decodes, most_values=values)
 
 
 def cut_prompts(
@@ -137,9 +144,11 @@ def prompt_attention(
     page_size, kv_heads, head_dim = cache.k.shape[1:]
     rule = cache.scored(rule)
     group = q.shape[1] // kv_heads
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    block_v = min(block_d, shape.most_values)
     if shape.tokens != shape.block_m // group:
         raise ValueError(f"tiles of {shape.tokens} tokens are not for {group} heads a kv head")
-    _prompt_attention_kernel[(kv_heads, len(tiles))](
+    _prompt_attention_kernel[(kv_heads, len(tiles), triton.cdiv(head_dim, block_v))](
         q,
         out,
         cache.k,
@@ -161,7 +170,8 @@ def prompt_attention(
         TOKENS=shape.tokens,
         BLOCK_M=shape.block_m,
         BLOCK_N=shape.block_n,
-        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_D=block_d,
+        BLOCK_V=block_v,
         SINKS=sinks is not None,
         ALIGNED=shape.aligned,
         num_warps=shape.num_warps,
@@ -199,13 +209,14 @@ def _prompt_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     CAPPED: tl.constexpr,
     WINDOWED: tl.constexpr,
     SINKS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ) -> None:
-    """A program takes one tile for the query heads of one kv head. Row m of its block is query head
-    `m % GROUP` of the tile's token `m // GROUP`."""
+    """A program takes one tile for the query heads of one kv head, and BLOCK_V features of values.
+    Row m of its block is query head `m % GROUP` of the tile's token `m // GROUP`."""
     kv_head = tl.program_id(0)
     tile_ptr = tiles_ptr + tl.program_id(1) * 4
     count = tl.load(tile_ptr + 3)
@@ -218,8 +229,8 @@ def _prompt_attention_kernel(
         token = tl.minimum(m // GROUP, count - 1)
         head = kv_head * GROUP + m % GROUP
         row = (tl.load(tile_ptr + 1) + token).to(tl.int64) * (GROUP * KV_HEADS) + head
-        at = row[:, None] * HEAD_DIM + d
-        q = for_pages(tl.load(q_ptr + at, mask=d < HEAD_DIM, other=0.0), k_ptr)
+        q_at = row[:, None] * HEAD_DIM + d
+        q = for_pages(tl.load(q_ptr + q_at, mask=d < HEAD_DIM, other=0.0), k_ptr)
         top = tl.full((BLOCK_M,), NO_SCORE, tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         if SINKS:
@@ -236,31 +247,37 @@ def _prompt_attention_kernel(
         if lasts_ptr is not None:
             lasts = tl.load(lasts_ptr + tl.load(tile_ptr + 1) + token)
             end = tl.max(lasts) + 1
+        first_value = tl.program_id(2) * BLOCK_V
         keys = _Keys(
-            pages_ptr, k_ptr + kv_head * HEAD_DIM, v_ptr + kv_head * HEAD_DIM, stride, scales,
-            slopes, lasts, tl.maximum(start + 1 - window, 0) if WINDOWED else start * 0, end,
+            pages_ptr, k_ptr + kv_head * HEAD_DIM, v_ptr + kv_head * HEAD_DIM, first_value, stride,
+            scales, slopes, lasts,
+            tl.maximum(start + 1 - window, 0) if WINDOWED else start * 0, end,
         )  # fmt: skip
         top, total, acc = _attend_tile(
-            q, (top, total, tl.zeros((BLOCK_M, BLOCK_D), tl.float32)), start + token, start,
+            q, (top, total, tl.zeros((BLOCK_M, BLOCK_V), tl.float32)), start + token, start,
             keys, (inner, outer, window),
             _Form(KV_HEADS * HEAD_DIM, HEAD_DIM, PAGE_SIZE, BLOCK_N, CAPPED, WINDOWED, ALIGNED),
         )  # fmt: skip
         live = (m < TOKENS * GROUP) & (m // GROUP < count)
         result = acc * (v_scale / total)[:, None]
+        d_v = first_value + tl.arange(0, BLOCK_V)[None, :]
         tl.store(
-            out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=live[:, None] & (d < HEAD_DIM)
-        )
+            out_ptr + row[:, None] * HEAD_DIM + d_v, result.to(out_ptr.dtype.element_ty),
+            mask=live[:, None] & (d_v < HEAD_DIM),
+        )  # fmt: skip
 
 
 class _Keys(NamedTuple):
-    """Keys and values of one kv head: the sequence's pages, addresses, the stride from page to
-    page, as much of `CachePages.token_scales`, slopes of the queries, the last position that each
-    sees, the position of the first key that the tile's tokens see, and of the end.
+    """Keys and values of one kv head: the sequence's pages, addresses, the first feature of values
+    that is read, the stride from page to page, as much of `CachePages.token_scales`, slopes of the
+    queries, the last position that each sees, the position of the first key that the tile's tokens
+    see, and of the end.
     """
 
     pages_ptr: Any
     k_ptr: Any
     v_ptr: Any
+    first_value: Any
     stride: Any
     scales: Any
     slopes: Any
@@ -327,13 +344,15 @@ def _attend(
     MASKED: tl.constexpr,
 ) -> tuple[Any, Any, Any]:
     """Keys begin .. stop, in blocks, into the running softmax (arXiv:1805.02867): largest score and
-    sum, `[BLOCK_M]`, and weighted v, `[BLOCK_M, BLOCK_D]`. MASKED: some see not all of them."""
+    sum, `[BLOCK_M]`, and weighted v, `[BLOCK_M, BLOCK_V]`. MASKED: some see not all of them."""
     BLOCK_D: tl.constexpr = q.shape[1]
     STEP: tl.constexpr = form.step
     inner, outer, window = rule
     n = tl.arange(0, STEP)
     d = tl.arange(0, BLOCK_D)[None, :]
     top, total, acc = so_far
+    BLOCK_V: tl.constexpr = acc.shape[1]
+    d_v = keys.first_value + tl.arange(0, BLOCK_V)[None, :]
     for first in tl.range(begin, stop, STEP):
         # What nobody sees may be gone: a key that somebody sees is read in its place.
         token = tl.minimum(first + n, keys.end - 1)
@@ -341,8 +360,8 @@ def _attend(
             token = tl.maximum(token, keys.begin)
         page = tl.load(keys.pages_ptr + token // form.page_size)
         offset = token % form.page_size
-        at = place_in_pages(page, offset, keys.stride, form.token)[:, None] + d
-        k = tl.load(keys.k_ptr + at, mask=d < form.head_dim, other=0.0)
+        at = place_in_pages(page, offset, keys.stride, form.token)[:, None]
+        k = tl.load(keys.k_ptr + at + d, mask=d < form.head_dim, other=0.0)
         scores = tl.dot(q, tl.trans(widened(k, q.dtype)), input_precision="ieee")
         if keys.scales is not None:
             scores *= tl.load(keys.scales[0] + page * keys.scales[2] + offset)[None, :]
@@ -363,7 +382,7 @@ def _attend(
         if keys.scales is not None:
             of_values = tl.load(keys.scales[1] + page * keys.scales[2] + offset)
             weights = scaled_weights(weights, of_values[None, :])
-        v = tl.load(keys.v_ptr + at, mask=d < form.head_dim, other=0.0)
+        v = tl.load(keys.v_ptr + at + d_v, mask=d_v < form.head_dim, other=0.0)
         acc = tl.dot(
             weights.to(q.dtype), widened(v, q.dtype), acc * decay[:, None], input_precision="ieee"
         )

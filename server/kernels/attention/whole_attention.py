@@ -41,9 +41,10 @@ def whole_attention(
 ) -> None:
     """Compute attention of whole texts, tile by tile. qkv: `[tokens, heads + 2 kv_heads,
     head_dim]`, contiguous. heads: of q, and of k. tiles: int32 `[tiles, 3]`, contiguous, as of
-    `cut_texts`. rule: its window is the least distance of a token that is not seen. biases: float32
-    `[heads, 2 * n - 1]`, added to scores by the key's distance, from `1 - n` on, of texts of at
-    most n tokens; None = none. out: `[tokens, heads * head_dim]`, contiguous. One kernel.
+    `cut_texts`; a tile of a text without tokens computes nothing. rule: its window is the least
+    distance of a token that is not seen. biases: float32 `[heads, 2 * n - 1]`, added to scores by
+    the key's distance, from `1 - n` on, of texts of at most n tokens; None = none. out: `[tokens,
+    heads * head_dim]`, contiguous. One kernel.
     """
     num_heads, kv_heads = heads
     reach = 0 if biases is None else biases.shape[1] // 2
@@ -98,6 +99,8 @@ def _whole_attention_kernel(
     head = tl.program_id(0)
     tile_ptr = tiles_ptr + tl.program_id(1) * 3
     first, start, length = tl.load(tile_ptr), tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
+    if length == 0:
+        return
     # Rows that pad compute what the last token does, and so do keys behind the end.
     places = tl.minimum(start + tl.arange(0, BLOCK_M), length - 1)
     n = tl.arange(0, BLOCK_N)

@@ -28,7 +28,7 @@ from loraplex.server.model.ops.attention.prompt_attention import (
 )
 from loraplex.server.model.ops.attention.whole_cuda import WholeAttention
 from loraplex.server.model.ops.cuda.device_lora import DeviceLora
-from loraplex.server.model.ops.cuda.graph_attention import GraphAttention
+from loraplex.server.model.ops.cuda.graph_attention import GraphAttention, GraphTexts
 from loraplex.server.model.ops.cuda.kept_choices import KeptChoices
 from loraplex.server.model.ops.cuda.lora_linear import LinearOutput
 from loraplex.server.model.ops.cuda.lora_strategy import NONE_SUMMED, SummedSites
@@ -84,27 +84,47 @@ def build_fast(parts: Parts, graph_batches: Sequence[int] | None, phases: StartP
 
 
 def _build_whole(parts: Parts, phases: StartPhases) -> Built:
-    """Build the decoder of a model whose tokens see all others: texts are few and whole, and no
-    token is drawn, so nothing is captured."""
-    limits, model = parts.limits, parts.model
+    """Build the decoder and the graphs of a model whose tokens see all others: texts are whole, and
+    no token is drawn."""
+    limits, model, texts = parts.limits, parts.model, parts.limits.max_rows
     linears, biases = parts.weights.linears, parts.weights.biases
     attention = WholeAttention(model, parts.cache.dtype, parts.rows.device, biases)
-    reach = (limits.max_context, limits.max_step_tokens)
+    sizes = _prompt_sizes(limits, parts.weights.layers, texts)
+    reach = (limits.max_context, max((limits.max_step_tokens, *sizes)))
     context = (model, parts.cache, parts.table, attention, reach)
     ops = CudaOps(*context, summed_sites(parts), row_form(linears), states=parts.states)
     few = replace(parts.weights, layers=parts.weights.layers[: model.kinds_within])
+    decoder, of_each_kind = parts.decoder(ops), parts.decoder(ops, few)
+
+    def example(tokens: int) -> StepLayout:
+        return prompts_of(parts.rows, limits.max_context, tokens)
+
+    def graphs_of(layers: CudaDecoder) -> TokenGraphs | None:
+        if not sizes:
+            return None
+        inside = GraphTexts(ops, attention, example(sizes[-1]), texts)
+        return TokenGraphs(layers, ops, sizes, inside)
+
+    def launch(layers: CudaDecoder) -> None:
+        run_texts(layers, ops, parts.rows, limits)
+        if (rehearsed := graphs_of(of_each_kind)) is not None:
+            for family in _families(parts):
+                rehearsed.rehearse(family, example)
+
     phases.begin("compiling kernels")
-    of_each_kind = parts.decoder(ops, few)
-    compile_together(lambda: run_texts(of_each_kind, ops, parts.rows, limits))
+    compile_together(lambda: launch(of_each_kind))
     phases.begin("loading kernels")
-    run_texts(parts.decoder(ops), ops, parts.rows, limits)
+    launch(decoder)
     torch.cuda.synchronize()
-    sizes = row_sizes(limits.max_rows, limits.max_step_tokens)
-    ops.products.load(sizes, [*{linear.kind: linear for linear in parts.weights.linears}.values()])
+    outside = row_sizes(limits.max_rows, limits.max_step_tokens)
+    ops.products.load(outside, [same for same, *_ in _by_shape(linears)])
+    phases.begin("capturing graphs")
+    if (graphs := graphs_of(decoder)) is not None:
+        for family in _families(parts):
+            graphs.capture(family, example)
+    torch.cuda.synchronize()
     draws = TorchDraws(parts.rows, parts.parameters)
-    return Built(
-        parts.decoder(ops), draws, None, None, sizes, "the project's kernels of whole texts"
-    )
+    return Built(decoder, draws, None, graphs, outside, "the project's kernels of whole texts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +148,8 @@ class _Start:
         most_decodes = min(limits.most_decodes, limits.max_step_tokens)
         sizes = tuple(sorted(graph_batches or graph_sizes(most_decodes)))
         # What states launch for prompts depends on these.
-        prompt_sizes = () if parts.states else _prompt_sizes(limits, parts.weights.layers)
+        of_prompts = (limits, parts.weights.layers, MAX_PROMPTS)
+        prompt_sizes = () if parts.states else _prompt_sizes(*of_prompts)
         backend = prompt_backend(torch.cuda.get_device_capability(rows.device))
         backend = ONE_KERNEL if parts.batch_invariant else backend
         inside = prompts_in_graphs(parts.model, backend, rounded_cache=parts.cache.is_rounded)
@@ -152,24 +173,6 @@ class _Start:
         forms = {"rounded_cache": parts.cache.is_rounded}
         names = sorted(set(prompt_kernels(parts.model, backend=self.backend, **forms)))
         return " and ".join(names).replace("FlashInfer", f"FlashInfer ({self.backend})")
-
-    @property
-    def families(self) -> tuple[Reach, ...]:
-        """Families of graphs that are captured.
-
-        One is without adapters. Where there are adapters, one is for those that change layers, and
-        one for those of experts, which cost every layer more. Where asked for, one is for adapters
-        that change the base's own products.
-        """
-        if not self.parts.limits.adapter_slots:
-            return (Reach.NONE,)
-        has_experts = self.parts.table.sites.of_experts.any()
-        wanted = {Reach.EXPERTS: has_experts, Reach.OUTPUTS: self.parts.dora_graphs}
-        return (
-            Reach.NONE,
-            Reach.LAYERS,
-            *(reach for reach, is_wanted in wanted.items() if is_wanted),
-        )
 
     def decoder(self, layers: Sequence[LayerWeights]) -> CudaDecoder:
         weights = replace(self.parts.weights, layers=tuple(layers))
@@ -200,7 +203,7 @@ class _Start:
         A kernel is loaded at its first launch, which a capture does not allow.
         """
         graphs, token_graphs = self._graphs(decoder)
-        for reach in self.families:
+        for reach in _families(self.parts):
             if graphs is not None:
                 graphs.rehearse(reach)
             if token_graphs is not None:
@@ -228,8 +231,9 @@ class _Start:
         self, decoder: CudaDecoder, phases: StartPhases
     ) -> tuple[DecodeGraphs | None, TokenGraphs | None]:
         graphs, token_graphs = self._graphs(decoder)
-        for number, reach in enumerate(self.families):
-            phases.count(number, len(self.families), "sets")
+        families = _families(self.parts)
+        for number, reach in enumerate(families):
+            phases.count(number, len(families), "sets")
             if graphs is not None:
                 graphs.capture(reach)
             if token_graphs is not None:
@@ -260,8 +264,8 @@ class _Start:
             if parts.batch_invariant:
                 room = replace(room, prompts=parts.limits.max_rows)
             prompts = PromptAttention(parts.model, parts.cache, self.backend, room)
-            most_decodes = min(most, parts.limits.most_decodes)
-            inside = GraphAttention(self.ops, prompts, page_table, most, most_decodes)
+            counts = min(most, parts.limits.most_decodes), room.prompts
+            inside = GraphAttention(self.ops, prompts, page_table, most, *counts)
         return TokenGraphs(decoder, self.ops, self.prompt_sizes, inside)
 
     def _example(self, tokens: int) -> StepLayout:
@@ -278,6 +282,20 @@ def compile_together(launch: Callable[[], None]) -> None:
     except Exception:
         log.warning("kernels could not be compiled together", exc_info=True)
     torch.cuda.empty_cache()  # graphs have memory of their own
+
+
+def _families(parts: Parts) -> tuple[Reach, ...]:
+    """Families of graphs that are captured.
+
+    One is without adapters. Where there are adapters, one is for those that change layers, and
+    one for those of experts, which cost every layer more. Where asked for, one is for adapters
+    that change the base's own products.
+    """
+    if not parts.limits.adapter_slots:
+        return (Reach.NONE,)
+    has_experts = parts.table.sites.of_experts.any()
+    wanted = {Reach.EXPERTS: has_experts, Reach.OUTPUTS: parts.dora_graphs}
+    return (Reach.NONE, Reach.LAYERS, *(reach for reach, is_wanted in wanted.items() if is_wanted))
 
 
 def summed_sites(parts: Parts) -> SummedSites:
@@ -299,10 +317,12 @@ def _by_shape(linears: Iterable[Linear]) -> list[list[Linear]]:
     return list(found.values())
 
 
-def _prompt_sizes(limits: ExecutorLimits, layers: Iterable[LayerWeights]) -> tuple[int, ...]:
-    """Tokens of the graphs of steps with prompts."""
+def _prompt_sizes(
+    limits: ExecutorLimits, layers: Iterable[LayerWeights], prompts: int
+) -> tuple[int, ...]:
+    """Tokens of the graphs of steps with prompts, of which there are so many at most."""
     # In a context of one token there are none: slices of one token are decodes.
-    most = MAX_PROMPTS * limits.max_context if limits.max_context > 1 else 0
+    most = prompts * limits.max_context if limits.max_context > 1 else 0
     return token_sizes(limits.max_step_tokens, max(map(_weights_of_token, layers)), most)
 
 

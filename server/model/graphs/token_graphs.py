@@ -19,11 +19,11 @@ from loraplex.server.model.decoder import Decoder, Embedded, Stream
 from loraplex.server.model.lora.lora import Reach
 from loraplex.server.model.ops.cuda.capture import record
 from loraplex.server.model.ops.cuda.device_lora import DeviceLora
-from loraplex.server.model.ops.cuda.graph_attention import GraphAttention
+from loraplex.server.model.ops.cuda.graph_attention import GraphAttention, GraphTexts
 from loraplex.server.model.ops.cuda.lora_linear import LinearOutput, Ready
 from loraplex.server.model.ops.cuda.ops_cuda import CudaOps, CudaPlan, first_rows
 from loraplex.server.model.ops.ops import StepLayout
-from loraplex.server.model.ops.sizes import MAX_PROMPTS, padded_size
+from loraplex.server.model.ops.sizes import padded_size
 from loraplex.server.model.ops.transfers import to_device
 
 _NOBODY = np.zeros(0, dtype=np.int32)
@@ -125,7 +125,7 @@ class TokenGraphs:
         decoder: Decoder[CudaPlan, DeviceLora, LinearOutput],
         ops: CudaOps,
         sizes: tuple[int, ...],
-        attention: GraphAttention | None,
+        attention: GraphAttention | GraphTexts | None,
     ) -> None:
         """Allocate the inputs and outputs of graphs. attention: that graphs can launch; None: it
         lies between them.
@@ -193,8 +193,7 @@ class TokenGraphs:
         if plan.num_tokens > self.sizes[-1]:
             return False
         prompts = [(each.start, each.num_new) for each in plan.slices if not each.is_single]
-        is_bounded = self._attention is not None and not self._ops.is_batch_invariant
-        if is_bounded and len(prompts) > MAX_PROMPTS:
+        if self._attention is not None and len(prompts) > self._attention.most_prompts:
             return False
         if self._ops.unfolder.leaves_graphs(prompts):
             return False
@@ -203,7 +202,7 @@ class TokenGraphs:
 
     def shift(self, layout: StepLayout) -> int:
         """How many of a step's first tokens go to its end."""
-        return 0 if self._attention is None else layout.num_decodes
+        return 0 if self._attention is None else self._attention.shift(layout)
 
     def forward(
         self,
@@ -300,12 +299,12 @@ class TokenGraphs:
         """
         if self._attention is None:
             return self._pieces_between(size, lora)
-        plan, embedded = self._attention.plan(size), self._embedded(size, lora)
+        attention, embedded = self._attention, self._embedded(size, lora)
 
         def step() -> None:
             if lora is not None:
                 self._ops.route(lora)
-            token_ids = self._token_ids[:size]
+            token_ids, plan = self._token_ids[:size], attention.plan(size)
             _, stream = self._decoder.up_to_end(token_ids, plan, lora, embedded=embedded)
             self._stream.first(size).copy_(stream)
 

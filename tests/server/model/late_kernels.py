@@ -86,15 +86,18 @@ def started(folder: Path, gpu: str, patch: pytest.MonkeyPatch) -> Driver:
     arch, processors, backend, variant = GPUS[gpu]
     fake_flashinfer.install(patch)
     from loraplex.server.model.graphs import fast_path, warm_up
+    from loraplex.server.model.graphs.decode_graphs import DecodeGraphs
+    from loraplex.server.model.graphs.token_graphs import TokenGraphs
     from loraplex.server.model.ops.attention import attention_cuda
     from loraplex.server.model.ops.cuda import ops_cuda
 
-    warm_sizes, rehearse = warm_up.warm_sizes, fast_path._Start.rehearse
-    warm_decodes = warm_up.warm_decodes
+    warm_sizes, warm_decodes = warm_up.warm_sizes, warm_up.warm_decodes
+    rehearsals = [(kind, kind.rehearse) for kind in (DecodeGraphs, TokenGraphs)]
     replace_graphs(patch)
     patch.setattr(warm_up, "warm_sizes", warm_sizes)
     patch.setattr(warm_up, "warm_decodes", warm_decodes)
-    patch.setattr(fast_path._Start, "rehearse", rehearse)
+    for kind, rehearse in rehearsals:
+        patch.setattr(kind, "rehearse", rehearse)
     for module in (attention_cuda, fast_path):
         patch.setattr(module, "prompt_backend", lambda _: backend)
     configs = read_configs(arch, processors, programmatic_launch=arch == "sm90")

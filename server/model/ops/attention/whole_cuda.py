@@ -36,7 +36,10 @@ class WholeAttention:
 
     def plan(self, layout: StepLayout) -> WholeTexts:
         """Prepare the attention of a step."""
-        tiles = to_device(cut_texts(layout.num_new), self._device)
+        return self.of(to_device(cut_texts(layout.num_new), self._device), layout)
+
+    def of(self, tiles: torch.Tensor, layout: StepLayout) -> WholeTexts:
+        """Prepare the attention of tiles. layout: of their tokens on the device alone."""
         return WholeTexts(tiles, self._turns.of(layout))
 
     def run(
@@ -45,14 +48,16 @@ class WholeAttention:
         layer: int,
         qkv: torch.Tensor,
         qk_norm: torch.Tensor | None,
+        out: torch.Tensor,
     ) -> torch.Tensor:
-        """Compute one layer's attention, as `Ops.attend` does. texts: that `plan` gave."""
+        """Compute one layer's attention, as `Ops.attend` does. texts: that `plan` gave. out:
+        `[tokens, heads * head_dim]`, contiguous, which is returned."""
         if texts is None:
             raise TypeError("a plan without texts")
         spec = self._model.layers[layer].attention
         heads = qkv.view(len(qkv), -1, spec.head_dim)
         if spec.rope is not None or qk_norm is not None or spec.q_scale is not None:
             heads = torch.cat(turned_heads(spec, qkv, qk_norm, texts.turns), dim=1)
-        counts, out = (spec.num_heads, spec.num_kv_heads), qkv.new_empty(len(qkv), spec.q_size)
+        counts = spec.num_heads, spec.num_kv_heads
         whole_attention(heads, counts, texts.tiles, self._rules[layer], self._biases, out)
         return out

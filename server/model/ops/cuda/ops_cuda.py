@@ -358,9 +358,10 @@ class CudaOps:
     ) -> torch.Tensor:
         """Attend as `attend` does, without the gate."""
         qk_norm, sinks = weights.qk_norm, weights.sinks
-        if isinstance(self._attention, WholeAttention):
-            return self._attention.run(plan.texts, layer, self.complete(qkv), qk_norm)
         attention, spec = plan.attention, self.model.layers[layer].attention
+        if isinstance(self._attention, WholeAttention):
+            out = _room_attended(plan, qkv.y, spec.q_size)
+            return self._attention.run(plan.texts, layer, self.complete(qkv), qk_norm, out)
         if qk_norm is not None and qk_norm.dim() > 2:
             qkv, qk_norm = self._normed_heads(spec, qkv, qk_norm), None
         y = qkv.y

@@ -61,16 +61,6 @@ def test_steps_of_prompts_without_prompts(pair: Pair, chunk: int) -> None:
     assert [s.output for s in streams] == [s.output for s in expected]
 
 
-@pairs(BIASED)
-def test_more_prompts_than_a_graph_takes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    from loraplex.server.model.graphs import token_graphs
-
-    monkeypatch.setattr(token_graphs, "MAX_PROMPTS", 1)
-    slots = [0, -1, 0, -1]
-    streams, expected = answer(pair.gpu, slots, PLAIN, 4), answer(pair.reference, slots, PLAIN, 4)
-    assert [s.output for s in streams] == [s.output for s in expected]
-
-
 @pytest.mark.parametrize("max_context", [2, 16, 17, 31, 100])
 def test_examples_are_prompts_of_which_a_graph_takes_as_many(max_context: int) -> None:
     from loraplex.server.model.graphs.warm_up import prompts_of

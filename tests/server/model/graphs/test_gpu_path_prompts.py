@@ -96,7 +96,14 @@ def test_soft_caps_and_other_scales(backend: str, tmp_path: Path) -> None:
         layers = pair.gpu.executor._decoder.spec.layers
         assert {layer.attention.window is None for layer in layers} == {False, True}
         assert all(layer.attention.softcap is not None for layer in layers)
+        pair.graphs.clear()
         assert_same(prompts_alone(pair.gpu), prompts_alone(pair.reference))
+        if (inside := pair.gpu.executor._token_graphs._attention) is not None:
+            together = len(pair.graphs)
+            patch.setattr(inside, "most_prompts", 1)  # others are computed as they come
+            pair.graphs.clear()
+            assert_same(prompts_alone(pair.gpu), prompts_alone(pair.reference))
+            assert 0 < len(pair.graphs) < together
         pair.close()
     fake_flashinfer.forget()
 

@@ -19,6 +19,10 @@ LEAST_TOKENS = 256
 _PADDED_TO = 128
 
 Payer = str | None  # a tenant; None = all batches
+# Tokens of a tenant's prompts in one turn: shorter prompts are not cut into turns.
+TURN_TOKENS = 8192
+# Tenants whose turns are known.
+_MOST_TENANTS = 1024
 
 
 _NEWEST = 0.3  # weight of the newest step without prompts
@@ -109,6 +113,24 @@ class StepLoad(NamedTuple):
     likely_s: float
 
 
+class PromptTurn(NamedTuple):
+    """Place of a prompt in the order of prompts; the lower one goes first. after: the plan in which
+    the last turn of its tenant was over, 0 = none was of late."""
+
+    priority: int
+    after: int
+
+
+class _Served(NamedTuple):
+    """The turns that a tenant's prompts had. after: as of PromptTurn. tokens: of the turn since."""
+
+    after: int
+    tokens: int
+
+
+_NOT_SERVED = _Served(0, 0)
+
+
 class PromptShares:
     """Share steps out between prompts and streams. For each plan `begin`, then `most` and `take`
     for prompts in order of precedence, then `end`.
@@ -120,12 +142,15 @@ class PromptShares:
         self.cost = StepCost()
         self._config = config
         self._owed = dict[Payer, float]()  # time of steps before the payer's next prompt
+        self._num_plans = 0
+        self._served = dict[str, _Served]()  # by tenant, longest ago first
         self.begin((), has_live=False)
 
     def begin(self, streams: Iterable[str], *, has_live: bool) -> None:
         """Begin the shares of a new plan. streams: tenants of those that have a token in each step,
         batches' excepted. has_live: whether anything but batches runs or waits.
         """
+        self._num_plans += 1
         self._streams, self._has_live = set(streams), has_live
         self._tokens = [0, 0]  # of others than batches, and of batches
         self._attended = 0.0
@@ -146,8 +171,25 @@ class PromptShares:
         least = LEAST_TOKENS - self._tokens[is_batch]
         return least if is_batch and self._tokens[False] else max(within, least)
 
+    def turn(self, sequence: Sequence) -> PromptTurn:
+        """Turn of a prompt: in one priority the tenant goes first whose last turn ended first."""
+        served = self._served.get(sequence.request.tenant, _NOT_SERVED)
+        return PromptTurn(sequence.precedence.priority, served.after)
+
+    def waiting_turn(self, sequence: Sequence) -> tuple[int, bool, PromptTurn]:
+        """Turn of a sequence that waits: one that was preempted goes on before others begin."""
+        begins = sequence.cached_tokens is None
+        return sequence.precedence.priority, begins, self.turn(sequence)
+
     def take(self, sequence: Sequence, start: int, num_new: int) -> None:
         """The step computes so many tokens of its prompt."""
+        tenant = sequence.request.tenant
+        after, tokens = self._served.pop(tenant, _NOT_SERVED)
+        is_over = tokens + num_new >= TURN_TOKENS
+        served = _Served(self._num_plans, 0) if is_over else _Served(after, tokens + num_new)
+        self._served[tenant] = served
+        if len(self._served) > _MOST_TENANTS:
+            del self._served[next(iter(self._served))]
         payer, attended = _payer(sequence), num_new * (start + num_new / 2)
         self._tokens[payer is None] += num_new
         self._attended += attended

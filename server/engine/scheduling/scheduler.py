@@ -40,7 +40,7 @@ from loraplex.server.engine.scheduling.kv import SequencePages
 from loraplex.server.engine.scheduling.loading import AdapterLoads
 from loraplex.server.engine.scheduling.mask_share import MaskShare
 from loraplex.server.engine.scheduling.picture_loads import LostPicture, PictureLoads
-from loraplex.server.engine.scheduling.prompt_shares import PromptShares
+from loraplex.server.engine.scheduling.prompt_shares import PromptShares, PromptTurn
 from loraplex.server.engine.scheduling.scheduler_config import SchedulerConfig
 from loraplex.server.engine.scheduling.sequence import (
     BY_PRECEDENCE,
@@ -291,13 +291,14 @@ class Scheduler:
         self.prompts.begin(tenants, has_live=live)
 
     def _add_prompts(self, batch: Batch, longer: list[Sequence]) -> None:
-        """Add the remaining prompts to the step, and admit waiting sequences. longer: running
-        sequences of whose prompts more than a token is to be computed.
+        """Add the remaining prompts to the step, and admit waiting sequences; tenants take turns.
+        longer: running sequences of whose prompts more than a token is to be computed.
         """
-        for sequence in (s for s in longer if s.can_run):
-            self._admit(batch, sequence.precedence.priority)  # between two chunks: nothing is cut
-            if batch.room(sequence) > 0 and self._grow(batch, sequence):
-                batch.add(sequence)
+        for sequence in sorted(longer, key=self.prompts.turn):
+            if sequence.can_run:
+                self._admit(batch, self.prompts.turn(sequence))  # between two chunks
+                if batch.room(sequence) > 0 and self._grow(batch, sequence):
+                    batch.add(sequence)
         self._admit(batch)
 
     def _draft(self, batch: Batch, sequence: Sequence) -> list[int]:
@@ -366,12 +367,14 @@ class Scheduler:
         sequence.leaving = True
         self._settle(sequence)
 
-    def _admit(self, batch: Batch, priority: float = float("inf")) -> None:
-        """Start waiting sequences whose priority value is below `priority`."""
-        if any(s.leaving for s in self._departing):
+    def _admit(self, batch: Batch, before: PromptTurn | None = None) -> None:
+        """Start waiting sequences whose turn it is. before: None = all turns."""
+        has_row = self.rows.free or (self._running and self._running[-1].is_background)
+        if batch.budget <= 0 or not has_row or any(s.leaving for s in self._departing):
             return
-        for sequence in list(self._waiting):
-            if batch.budget <= 0 or sequence.precedence.priority >= priority:
+        waiting = (s for s in self._waiting if before is None or self.prompts.turn(s) < before)
+        for sequence in sorted(waiting, key=self.prompts.waiting_turn):
+            if batch.budget <= 0:
                 return
             if batch.room(sequence) <= 0 or self.loads.holds_back(sequence):
                 continue

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loraplex.server.engine.plan import StepPlan
-from loraplex.server.engine.scheduling.prompt_shares import LEAST_TOKENS
+from loraplex.server.engine.scheduling.prompt_shares import LEAST_TOKENS, TURN_TOKENS
 from loraplex.server.engine.scheduling.scheduler_config import SchedulerConfig
 from loraplex.server.protocol import BACKGROUND_PRIORITY
 from tests.server.engine.harness import Harness, limits, make_request
@@ -105,6 +105,33 @@ def test_a_prompt_alone_beside_prompts_and_batches_has_whole_steps() -> None:
     plans = scene.until(*(scene.ask(tenant, 3000, 1) for tenant in "ab"))
     sizes = [sum(prompts_of(plan).values()) for plan in plans if prompts_of(plan)]
     assert sizes[:2] == [2047] * 2, "one token is the batch's"
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(("count", "size"), [(3, 18_000), (16, 2000)])
+def test_prompts_of_a_tenant_do_not_stand_before_one_of_another(
+    depth: int, count: int, size: int
+) -> None:
+    """Nothing streams. The prompts are longer than a turn, or shorter than a step."""
+    scene = Scene(depth=depth, num_pages=1000)
+    many = [scene.ask("a", size, 1) for _ in range(count)]
+    for _ in range(3):
+        scene.cycle()
+    plans = scene.until(scene.ask("b", 10, 1))
+    assert sum(sum(prompts_of(plan).values()) for plan in plans) < TURN_TOKENS
+    scene.cycle()
+    assert not all(scene.tokens(key) for key in many)
+    assert len(scene.until(scene.ask("c", 10, 1))) <= depth + 1, "the turn is over"
+    scene.until(*many)
+
+
+def test_long_prompts_of_tenants_take_turns() -> None:
+    scene = Scene(num_pages=2000)
+    keys = [scene.ask(tenant, 18_000, 1) for tenant in "aabc"]
+    rows = [next(iter(prompts_of(plan)), None) for plan in scene.until(*keys)]
+    for _ in range(2):
+        turns, rows = rows[:12], rows[12:]
+        assert [turns.count(row) for row in dict.fromkeys(turns)] == [4, 4, 4]
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 1.0])

@@ -10,6 +10,7 @@ from threading import Lock
 
 import msgspec
 
+from loraplex.adapters.common.pauses import full_collections
 from loraplex.adapters.common.recent import Recent
 from loraplex.adapters.grammar.checker import CheckerBroken, CheckerUnavailable, GrammarChecker
 from loraplex.adapters.grammar.compile import GrammarError
@@ -137,11 +138,13 @@ class AnswerShapes:
 
 def _compose(shape: Shape | None, frame: Frame) -> Composed:
     """Composes the grammar of an answer from its form and frame. Raises RequestError (invalid)."""
-    try:
-        return compose(shape, frame)
-    except ShapeRefused as error:
-        message = f"`{error.param}`: {error.message}"
-        raise RequestError("invalid", message, param=error.param) from None
+    with full_collections.held_off():
+        try:
+            return compose(shape, frame)
+        except ShapeRefused as error:
+            message, param = f"`{error.param}`: {error.message}", error.param
+    # Not above: by its context the error would keep all that was built.
+    raise RequestError("invalid", message, param=param)
 
 
 def _within_budget(

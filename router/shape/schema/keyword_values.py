@@ -116,7 +116,7 @@ def text(reader: SchemaReader, spot: Spot, _: str) -> JsonValues:
     found = ANY_TEXT
     if reader.is_read(spot, "pattern"):
         pattern = _value(spot, "pattern", keywords.text)
-        found = _pattern(pattern, spot.place, "pattern")
+        found = _pattern(reader, pattern, spot.place, "pattern")
     if reader.is_read(spot, "format"):
         known = FORMATS.get(_value(spot, "format", keywords.text))
         if known is not None:
@@ -170,7 +170,8 @@ def objects(reader: SchemaReader, spot: Spot, _: str) -> JsonValues:
     others, known = [Named(ANY_TEXT, ANY_VALUE)], NO_TEXT
     if reader.is_read(spot, "patternProperties"):
         for key in _value(spot, "patternProperties", keywords.mapping):
-            names = _pattern(key, below(spot.place, "patternProperties", key), "")
+            place = below(spot.place, "patternProperties", key)
+            names = _pattern(reader, key, place, "")
             form = reader.below(spot, "patternProperties", key)
             named = Objects(others=(Named(names, form), Named(not_text(names), ANY_VALUE)))
             others = list(algebra.met_objects(Objects(others=tuple(others)), named).others)
@@ -218,7 +219,8 @@ def _counts(reader: SchemaReader, spot: Spot, least: str, most: str) -> tuple[in
     return low, _value(spot, most, keywords.count) if reader.is_read(spot, most) else None
 
 
-def _pattern(pattern: str, place: str, keyword: str) -> TextSet:
+def _pattern(reader: SchemaReader, pattern: str, place: str, keyword: str) -> TextSet:
+    reader.algebra.texts.will_read(pattern)
     try:
         return TextSet(texts_of(pattern, for_certain=True), texts_of(pattern, for_certain=False))
     except PatternRefused as error:

@@ -72,15 +72,23 @@ def _short(key: str) -> str:
     return key if len(key) <= 80 else key[:80] + "…"
 
 
-@lru_cache(4096)
 def reason_against(keyword: str) -> str | None:
     """Why a keyword that is not known is refused; None for annotations."""
+    return None if len(keyword) > _LONGEST else _reason_against(keyword)
+
+
+@lru_cache(4096)
+def _reason_against(keyword: str) -> str | None:
     if keyword in REFUSED:
         return REFUSED[keyword]
     if keyword.startswith("_"):
         return None
     like = next((one for one in sorted(BINDING) if _is_slip(keyword, one)), None)
     return None if like is None else f"is no keyword of JSON Schema: did you mean `{like}`?"
+
+
+# No longer word is near to one that is known.
+_LONGEST = 1 + max(map(len, (*REFUSED, *BINDING)))
 
 
 def _is_slip(word: str, meant: str) -> bool:

@@ -66,12 +66,20 @@ class _Repeat(msgspec.Struct, frozen=True):
 _Node = CharSet | _Edge | _Sequence | _Options | _Repeat
 
 
-@lru_cache(256)
 def texts_of(pattern: str, *, for_certain: bool) -> Regex:
     """The texts in which the pattern matches anywhere. Raises PatternRefused. for_certain: all
     readers accept them; else all that a reader may accept."""
+    return (_read if len(pattern) > _MOST_KEPT else _kept)(pattern, for_certain)
+
+
+def _read(pattern: str, for_certain: bool) -> Regex:
     node = _Reader(pattern, for_certain).read()
     return _Placed(for_certain).whole(node)
+
+
+# Characters of a pattern that is kept as it was read: 150 bytes each.
+_MOST_KEPT = 1024
+_kept = lru_cache(256)(_read)
 
 
 # The ranges hold every character that Unicode has given a meaning.

@@ -254,15 +254,22 @@ class TextsTooCostly(Exception):
 
 class Texts:
     """Answers questions about sets of texts. most_steps: for all questions together; a step is
-    the work for one part of an expression at one character.
+    the work for one part of an expression at one character. most_read: characters of patterns.
 
     Methods raise TextsTooCostly.
     """
 
-    def __init__(self, most_steps: int) -> None:
+    def __init__(self, most_steps: int, most_read: int = 1 << 17) -> None:
         self._left = most_steps
+        self._unread = most_read
         self._steps: dict[Regex, list[tuple[Ranges, Regex]]] = {}
         self._empty: dict[Regex, bool] = {}
+
+    def will_read(self, pattern: str) -> None:
+        """Counts a pattern before anything is built of it, which no question could pay for."""
+        self._unread -= len(pattern)
+        if self._unread < 0:
+            raise TextsTooCostly
 
     def has(self, regex: Regex, text: str) -> bool:
         match regex:

@@ -23,6 +23,23 @@ before = len(gc.get_objects())
 shorten_pauses()
 print(before, gc.get_freeze_count(), gc.get_threshold()[0], sys.getswitchinterval())
 """
+# Twice at once: collections are held off until both are over.
+_BUILT = """
+import gc
+from loraplex.adapters.common.pauses import full_collections, shorten_pauses
+shorten_pauses()
+gc.set_threshold(50, 5, 5)
+def full():
+    before = gc.get_stats()[2]["collections"]
+    kept = [[[]] for _ in range(50_000)]
+    return gc.get_stats()[2]["collections"] - before
+beside = full()
+with full_collections.held_off():
+    with full_collections.held_off():
+        pass
+    meanwhile = full()
+print(beside, meanwhile, full(), gc.get_threshold() == (50, 5, 5))
+"""
 
 
 def _layout_on_the_wire() -> bytes:
@@ -57,3 +74,14 @@ def test_a_process_shortens_its_pauses() -> None:
     assert int(frozen) > 0.5 * int(objects)
     assert int(young) > 700
     assert float(switch_s) < 0.005
+
+
+def test_work_that_builds_much_has_no_collection_of_all_objects() -> None:
+    told = subprocess.run(
+        [sys.executable, "-c", _BUILT], capture_output=True, text=True, check=True
+    )
+    beside, meanwhile, after, restored = told.stdout.split()
+    assert int(beside) > 0
+    assert int(meanwhile) == 0
+    assert int(after) > 0
+    assert restored == "True"

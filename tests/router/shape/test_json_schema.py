@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from loraplex.router.shape.lark import Lark
+from loraplex.router.shape.schema import keywords
 from loraplex.router.shape.schema.held import as_far_as_held, json_grammar
 from loraplex.router.shape.schema.keywords import SchemaRefused
+from loraplex.router.shape.texts import pattern
 from tests.router.shape.matching import accepts, matcher_of, writes
 
 DRAFT_4 = {"$schema": "http://json-schema.org/draft-04/schema#"}
@@ -331,6 +333,30 @@ def test_hostile_schemas_are_refused_soon() -> None:
     for schema in hostile:
         with pytest.raises(SchemaRefused):
             json_grammar(Lark(), schema)
+
+
+def test_patterns_that_no_question_could_pay_for_are_not_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read = list[int]()
+    monkeypatch.setattr(pattern, "_read", lambda text, for_certain: read.append(len(text)))
+    schemas: list[dict[str, Any]] = [
+        {"pattern": "ab" * 70_000},
+        {"patternProperties": {"ab" * 70_000: {}}},
+    ]
+    for schema in schemas:
+        with pytest.raises(SchemaRefused, match="patterns cost too much"):
+            json_grammar(Lark(), schema)
+    assert not read
+
+
+def test_what_is_kept_of_schemas_is_bounded_in_bytes() -> None:
+    size = pattern._kept.cache_info().currsize
+    assert writes({"pattern": "^(" + "a" * 1100 + "|b)$"}, "b")
+    assert pattern._kept.cache_info().currsize == size
+    size = keywords._reason_against.cache_info().currsize
+    assert writes({"x-" + "a" * 1100: 1}, "b")
+    assert keywords._reason_against.cache_info().currsize == size
 
 
 def test_a_long_chain_of_references() -> None:

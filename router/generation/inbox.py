@@ -10,6 +10,8 @@ from loraplex.server.protocol import TokenEvent
 _EVENT_BYTES = 512
 _TOKEN_BYTES = 36
 _ALTERNATIVE_BYTES = 120
+# That a reader gets at once: of a thousand choices an event each comes with every step.
+_AT_ONCE = 32
 
 
 # The slot of a sequence, its event, and when that came.
@@ -63,13 +65,21 @@ class Inbox:
             self._wake()
 
     async def take(self) -> list[Arrival]:
-        """Takes all events that are there, at least one; after the last, raises the failure."""
+        """Takes events that are there: at least one, and not too many, so that other requests have
+        their turn before the next. Raises the failure after the last of them.
+        """
+        if len(self._events) > _AT_ONCE:
+            await asyncio.sleep(0)
         while not self._events:
             if self._failure is not None:
                 raise self._failure
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        return self.rest()
+        if len(self._events) <= _AT_ONCE:
+            return self.rest()
+        events = [self._events.popleft() for _ in range(_AT_ONCE)]
+        self._nbytes -= sum(memory_of(event) for _, event, _ in events)
+        return events
 
     def rest(self) -> list[Arrival]:
         """Takes all events that are there, if any."""

@@ -374,6 +374,30 @@ async def test_an_inbox_is_bounded_in_events_and_in_memory() -> None:
             await inbox.take()
 
 
+async def test_other_requests_have_their_turn_between_many_events() -> None:
+    inbox, turns, read = Inbox(1000, 400 * memory_of(event(0))), 0, list[Arrival]()
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    beside = asyncio.create_task(others())
+    for number in range(200):
+        inbox.put(number, event(0), 0.0)
+    while len(read) < 200:
+        events = await inbox.take()
+        assert len(events) <= 32
+        read.extend(events)
+    beside.cancel()
+    assert [slot for slot, _, _ in read] == [*range(200)]
+    assert turns >= 200 // 32
+    for number in range(400):  # what was taken in pieces counts no more
+        inbox.put(number, event(0), 0.0)
+    assert not inbox.failed
+
+
 async def test_one_event_is_always_taken() -> None:
     inbox = Inbox(1, 1)
     inbox.put(0, event(0, 20), 0.0)

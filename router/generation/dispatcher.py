@@ -51,6 +51,7 @@ from loraplex.router.tenancy.metering import Charge
 from loraplex.router.tenancy.scope import check_scope
 from loraplex.router.tenancy.usage import OTHER
 from loraplex.router.text.model import TextModel
+from loraplex.router.text.stops import BYTES_A_CHARACTER
 from loraplex.router.workers.base_model import BaseModel
 from loraplex.router.workers.bases import Bases
 from loraplex.router.workers.fleet import Fleet
@@ -342,6 +343,7 @@ class Dispatcher:
         count = tokenised.num_sequences
         nbytes = BYTES_A_TOKEN * authorised.call.best_of * tokenised.num_prompt_tokens
         nbytes += tokenised.picture_bytes
+        nbytes += BYTES_A_CHARACTER * sum(map(len, tokenised.call.stop))
         self._check_room(fleet.queue, authorised.tenant, count, nbytes)
         room = fleet.queue.promise(authorised.tenant, count, nbytes)
         held.callback(fleet.queue.release, room)

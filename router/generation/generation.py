@@ -39,6 +39,7 @@ from loraplex.router.parts.division import DividedAnswer, Division
 from loraplex.router.telemetry.observer import RequestObserver, SequenceObserver
 from loraplex.router.text.detokenizer import Detokenizer
 from loraplex.router.text.model import TextModel
+from loraplex.router.text.stops import StopMatcher
 from loraplex.router.text.stream import ChoiceStream, prompt_tokens
 from loraplex.server.protocol import GenerateRequest, RoutedExperts, TokenEvent
 
@@ -127,7 +128,7 @@ class Generation:
         self.head = head
         self.prompts: list[PromptInfo] = []
         self.model = model
-        self._call = tokenised.call
+        self._call = call = tokenised.call
         self._tokenised = tokenised
         self._priority = priority
         self._context = context
@@ -135,6 +136,7 @@ class Generation:
         self._on_close = on_close
         self._announced: set[int] = set()
         self._closed = False
+        self._stops = StopMatcher(call.stop, call.include_stop, call.stop_regex)
         self._timer: asyncio.TimerHandle | None = None
         # Ids on the wire are unique even if two callers choose the same request id.
         wire_id = f"{head.request_id}.{secrets.token_hex(8)}"
@@ -190,7 +192,15 @@ class Generation:
         detokenizer, divided = read.copy(), None
         if task.division is not None:
             divided = self._divided(task.division, detokenizer)
-        return ChoiceStream(self._call, self.model, detokenizer, task.index, choice, divided)
+        return ChoiceStream(
+            self._call,
+            self.model,
+            detokenizer,
+            self._stops.twin(),
+            task.index,
+            choice,
+            divided,
+        )
 
     def _divided(self, division: Division, detokenizer: Detokenizer) -> DividedAnswer:
         """Readers see markers that are special tokens; clients do not, unless they want these."""

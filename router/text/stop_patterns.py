@@ -1,7 +1,7 @@
 """Regular expressions that end an answer, over a stream of text. A match is known once the text
 contains one; the end of the text so far counts as its end.
 
-Searches are bounded in time: each, and all of an answer by how often it was searched.
+Searches are bounded in time: each, and all of a request's answers by how often these were searched.
 """
 
 import time
@@ -17,7 +17,7 @@ MAX_HELD = 1024
 # Characters before those that a pattern may look back at.
 _CONTEXT = 256
 _SEARCH_S = 0.004
-# What an answer's searches may take at first, and what each piece of text adds.
+# What a request's searches may take at first, and what each piece of text adds.
 _FIRST_S = 0.1
 _EACH_S = 0.0002
 
@@ -44,23 +44,34 @@ def compiled(pattern: str) -> Any:
     return found
 
 
-class PatternView:
-    """Several patterns over one text. certain: characters where no match will begin."""
+class _SearchTime:
+    """Seconds that searches may still take, of all answers of a request."""
 
-    __slots__ = ("_before", "_from", "_left_s", "_patterns", "_text", "certain")
+    __slots__ = ("left_s",)
+
+    def __init__(self) -> None:
+        self.left_s = _FIRST_S
+
+
+class PatternView:
+    """Several patterns over one text. certain: characters where no match will begin. A copy is for
+    another answer of the request, before any text: both share the time."""
+
+    __slots__ = ("_before", "_from", "_patterns", "_text", "_time", "certain")
 
     def __init__(self, patterns: tuple[str, ...]) -> None:
-        self._patterns = patterns
+        # Not looked up again: others' patterns may fill the cache, and the time is this request's.
+        self._patterns = {pattern: compiled(pattern) for pattern in patterns}
         self._text = ""
         self._before = 0
         self._from = 0
-        self._left_s = _FIRST_S
+        self._time = _SearchTime()
         self.certain = 0
 
     def push(self, text: str) -> StopMatch | None:
         """The match that begins first. Raises RequestError where a search takes too long."""
         self._text += text
-        self._left_s += _EACH_S
+        self._time.left_s += _EACH_S
         starts, matches = [len(self._text)], []
         for pattern in self._patterns:
             found = self._search(pattern, partial=False)
@@ -75,15 +86,15 @@ class PatternView:
     def _search(self, pattern: str, *, partial: bool) -> Any:
         began = time.thread_time()
         try:
-            limit_s = min(_SEARCH_S, max(self._left_s, 1e-6))
-            return compiled(pattern).search(
+            limit_s = min(_SEARCH_S, max(self._time.left_s, 1e-6))
+            return self._patterns[pattern].search(
                 self._text, self._from, partial=partial, timeout=limit_s
             )
         except TimeoutError:
             message = f"`stop_regex`: {pattern!r} takes too long to look for in this answer"
             raise RequestError("invalid", message, param="stop_regex") from None
         finally:
-            self._left_s -= time.thread_time() - began
+            self._time.left_s -= time.thread_time() - began
 
     def _move(self, start: int) -> None:
         """Lets go of text in which no match can begin any more. start: the first character of

@@ -9,61 +9,65 @@ spells out what is left out (special tokens, the end of the answer). What is ret
 up to the match in either. Patterns see the text as the client does.
 """
 
-from collections import deque
+import copy
+import sys
+from array import array
 
 from loraplex.router.text.detokenizer import common_prefix
 from loraplex.router.text.stop_patterns import PatternView, StopMatch
+
+_CODES = sys.maxunicode + 1
+# That the search for stop strings takes at most.
+BYTES_A_CHARACTER = 128
 
 
 class StopStrings:
     """Finds all stop strings at once (Aho, Corasick 1975): each character is one step from state to
     state, of whatever many strings.
 
-    depth: of each state, how many characters of the text's end begin some stop string. found: of
-    each state, the longest stop string that the text ends in.
+    depth: of each state, how many characters of the text's end begin some stop string. found: the
+    longest stop string that the text ends in, of each state that has one.
     """
 
     __slots__ = ("_fallback", "_next", "depth", "found", "longest")
 
     def __init__(self, stops: tuple[str, ...]) -> None:
-        self._next: list[dict[str, int]] = [{}]
-        self._fallback = [0]
-        self.depth = [0]
-        self.found: list[str | None] = [None]
+        # By a state and a character, as one number: a map for each state takes thrice the memory.
+        self._next: dict[int, int] = {}
+        self._fallback = array("l", [0])
+        self.depth = array("l", [0])
+        self.found: dict[int, str] = {}
         self.longest = max(map(len, stops), default=0)
         for stop in stops:
             self._add(stop)
         self._link()
 
-    def step(self, state: int, character: str) -> int:
-        while state and character not in self._next[state]:
+    def step(self, state: int, character: int) -> int:
+        """The state behind one more character, of this code."""
+        after = self._next.get(state * _CODES + character)
+        while after is None and state:
             state = self._fallback[state]
-        return self._next[state].get(character, 0)
+            after = self._next.get(state * _CODES + character)
+        return after or 0
 
     def _add(self, stop: str) -> None:
         state = 0
-        for character in stop:
-            after = self._next[state].get(character)
-            if after is None:
-                after = self._next[state][character] = len(self._next)
-                self._next.append({})
+        for character in map(ord, stop):
+            after = self._next.setdefault(state * _CODES + character, len(self.depth))
+            if after == len(self.depth):
                 self._fallback.append(0)
                 self.depth.append(self.depth[state] + 1)
-                self.found.append(None)
             state = after
         self.found[state] = stop
 
     def _link(self) -> None:
         """Sets each state's fallback: that of its longest proper end which is a state."""
-        states = deque([0])
-        while states:
-            state = states.popleft()
-            for character, after in self._next[state].items():
-                if state:
-                    self._fallback[after] = self.step(self._fallback[state], character)
-                if self.found[after] is None:
-                    self.found[after] = self.found[self._fallback[after]]
-                states.append(after)
+        for link, after in sorted(self._next.items(), key=lambda item: self.depth[item[1]]):
+            state, character = divmod(link, _CODES)
+            if state:
+                self._fallback[after] = self.step(self._fallback[state], character)
+            if after not in self.found and self._fallback[after] in self.found:
+                self.found[after] = self.found[self._fallback[after]]
 
 
 class _View:
@@ -121,8 +125,8 @@ class _View:
     def _read(self, text: str) -> StopMatch | None:
         stops, state = self._stops, self._state
         for position, character in enumerate(text, self._size + 1):
-            state = stops.step(state, character)
-            found = stops.found[state]
+            state = stops.step(state, ord(character))
+            found = stops.found.get(state)
             if found is not None:
                 start = self._visible(position - len(found))
                 return StopMatch(self._visible(position), -len(found), start, found)
@@ -169,6 +173,15 @@ class StopMatcher:
         self._held = ""
         self._pushed = 0
         self.hit: str | None = None
+
+    def twin(self) -> "StopMatcher":
+        """A matcher for another answer, before this one has read any text. Both share the states of
+        the strings, and the time that patterns may take.
+        """
+        twin = copy.copy(self)
+        twin._views = [view.twin() for view in self._views]
+        twin._patterns = copy.copy(self._patterns)
+        return twin
 
     @property
     def active(self) -> bool:

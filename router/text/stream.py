@@ -110,9 +110,9 @@ class ChoiceStream:
     """Turns one choice's tokens into what the client sees. Feed it a choice's TokenEvents, every
     token once and in order; it returns what the client may see.
 
-    detokenizer: has read the prompt; the stream's own from now on. divided: takes the text apart;
-    None = all of it is text. must_abort: a stop string ended the choice before the worker did; the
-    rest is to be aborted. finish: set once it is over.
+    detokenizer: has read the prompt; the stream's own from now on, as is `stops`. divided: takes
+    the text apart; None = all of it is text. must_abort: a stop string ended the choice before the
+    worker did; the rest is to be aborted. finish: set once it is over.
     """
 
     def __init__(
@@ -120,6 +120,7 @@ class ChoiceStream:
         call: GenerationCall,
         vocabulary: TokenTexts,
         detokenizer: Detokenizer,
+        stops: StopMatcher,
         prompt_index: int = 0,
         choice: int = 0,
         divided: DividedAnswer | None = None,
@@ -136,7 +137,7 @@ class ChoiceStream:
         self._keeps_stop_token = call.include_stop
         self._skips_special = call.skip_special_tokens
         self._detokenizer = detokenizer
-        self._stops = StopMatcher(call.stop, call.include_stop, call.stop_regex)
+        self._stops = stops
         self._released = 0
         self._placed = 0
         self._pending: deque[_Pending] = deque()

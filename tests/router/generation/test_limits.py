@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from loraplex.router.text.stops import StopStrings
 from loraplex.server.protocol import ErrorCode, GenerateRequest
 from tests.router.fake_worker import BASE_NAME, FakeWorker, running_worker
 from tests.router.serving import Running, poll, running_router
@@ -81,6 +82,26 @@ async def test_a_queue_full_of_bytes(tmp_path: Path) -> None:
         assert (await complete(router, prompt="y" * 80)).status_code == 429
         gate.set()
         assert {answer.status_code for answer in await asyncio.gather(*asking)} == {200}
+
+
+async def test_choices_share_the_search_for_stop_strings_which_counts_in_the_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, made, init = FakeWorker(), list[tuple[str, ...]](), StopStrings.__init__
+
+    def counted(self: StopStrings, stops: tuple[str, ...]) -> None:
+        made.append(stops)
+        init(self, stops)
+
+    monkeypatch.setattr(StopStrings, "__init__", counted)
+    async with (
+        running_worker(worker),
+        running_router(tmp_path, worker, max_queue_bytes=1 << 16) as router,
+    ):
+        answer = await complete(router, prompt=["x", "y"], n=4, stop=["END", "."])
+        assert len(answer.json()["choices"]) == 8
+        assert made == [("END", ".")]
+        assert (await complete(router, stop=["." * 1000])).status_code == 400
 
 
 async def test_more_requests_than_allowed(tmp_path: Path) -> None:

@@ -1,11 +1,14 @@
 """Patterns that end an answer: what goes out, what is held back, and what takes too long."""
 
+import time
+
 import pytest
 import regex
 from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.router.call import RequestError
+from loraplex.router.text import stop_patterns
 from loraplex.router.text.stop_patterns import MAX_HELD, compiled
 from loraplex.router.text.stops import StopMatcher
 
@@ -91,3 +94,51 @@ def test_a_pattern_that_takes_too_long_is_a_fault_of_the_request() -> None:
 def test_refused(pattern: str) -> None:
     with pytest.raises(ValueError, match="regular expression|empty text"):
         compiled(pattern)
+
+
+class Slow:
+    """A pattern whose searches find nothing, and take so long by a clock of their own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, search_s: float) -> None:
+        self.searches, self._search_s = 0, search_s
+        monkeypatch.setattr(stop_patterns, "compiled", lambda pattern: self)
+        monkeypatch.setattr(time, "thread_time", self._now)
+
+    def _now(self) -> float:
+        return self.searches * self._search_s
+
+    def search(self, text: str, start: int, *, partial: bool, timeout: float) -> None:
+        if timeout < self._search_s:
+            raise TimeoutError
+        self.searches += 1
+
+
+def test_all_answers_of_a_request_share_the_time_of_their_patterns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slow = Slow(monkeypatch, 0.001)
+    first = StopMatcher((), False, ("a",))
+    for _ in range(45):
+        first.twin().push("text")
+    with pytest.raises(RequestError, match="takes too long"):
+        [first.twin().push("text") for _ in range(15)]
+    assert slow.searches < 120
+
+
+def test_a_twin_reads_a_text_of_its_own() -> None:
+    first = StopMatcher(("END",), False, ("x+y",))
+    twins = [first.twin() for _ in range(3)]
+    out = [twin.push(text) for twin, text in zip(twins, ("aEN", "xx", "b"), strict=True)]
+    assert out == ["a", "", "b"]
+    rest = [twin.push(text) + twin.flush() for twin, text in zip(twins, "DyD", strict=True)]
+    assert rest == ["", "", "D"]
+    assert [twin.hit for twin in twins] == ["END", "x+y", None]
+
+
+def test_patterns_of_others_do_not_cost_an_answer_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However many there are: each is compiled once for a request."""
+    matcher = StopMatcher((), False, ("a",))
+    monkeypatch.setattr(stop_patterns, "compiled", None)
+    assert matcher.twin().push("b") == "b"

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from loraplex.router.call import GenerationCall, TextEvent
 from loraplex.router.parts.division import DividedAnswer, Division
 from loraplex.router.parts.parts import ToolCall
+from loraplex.router.text.stops import StopMatcher
 from loraplex.router.text.stream import ChoiceStream, prompt_tokens
 from loraplex.server.protocol import Finish, SamplingParams, TokenEvent, TokenLogprob
 from tests.router.parts.readers import BracketReader, ThinkReader, numbered
@@ -62,6 +63,10 @@ def run(stream: ChoiceStream, parts: list[TokenEvent]) -> list[TextEvent]:
     return [out for part in parts if (out := stream.feed(part)) is not None]
 
 
+def stops_of(call: GenerationCall) -> StopMatcher:
+    return StopMatcher(call.stop, call.include_stop, call.stop_regex)
+
+
 def stream_of(
     call: GenerationCall,
     kind: str = "byte_level",
@@ -70,7 +75,8 @@ def stream_of(
     choice: int = 0,
 ) -> ChoiceStream:
     model = text_model(kind)
-    return ChoiceStream(call, model, model.detokenizer(prompt, call), prompt_index, choice)
+    detokenizer = model.detokenizer(prompt, call)
+    return ChoiceStream(call, model, detokenizer, stops_of(call), prompt_index, choice)
 
 
 IDS = st.lists(
@@ -344,7 +350,7 @@ def test_choices_do_not_share_what_is_held_back() -> None:
     fed = model.detokenizer(tokens_of("byte_fallback", "t", "<0xC3>"), asked)
     texts = []
     for last in ("<0xBC>", "<0xA4>"):
-        stream = ChoiceStream(asked, model, fed.copy())
+        stream = ChoiceStream(asked, model, fed.copy(), stops_of(asked))
         stream.feed(event(0, tokens_of("byte_fallback", last), "length"))
         texts.append(stream.result().text)
     assert texts == ["ü", "ä"]
@@ -365,7 +371,7 @@ def test_a_divided_answer_keeps_its_markers_from_the_client(
     detokenizer.keep(frozenset(markers.values()))
     division = Division((ThinkReader, BracketReader), frozenset((mark,)), reasons=True)
     divided = DividedAnswer(division, numbered(), frozenset(markers))
-    stream = ChoiceStream(asked, MODEL, detokenizer, divided=divided)
+    stream = ChoiceStream(asked, MODEL, detokenizer, stops_of(asked), divided=divided)
     out = run(stream, events([*ids, EOS], cuts, "stop", logprobs=logprobs))
     result = stream.result()
     assert "".join(part.text for part in out) == result.text == "the "

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from loraplex.router.call import GenerationCall
 from loraplex.router.text.model import TextModel
+from loraplex.router.text.stops import StopMatcher
 from loraplex.router.text.stream import ChoiceStream
 from loraplex.server.protocol import ModelCard, SamplingParams, TokenEvent, TokenLogprob
 from tests.grids import beyond
@@ -100,7 +101,10 @@ class Vocabulary:
         return whole[len(os.path.commonprefix([before, whole])) :]
 
     def stream(self, call: GenerationCall, prompt: list[int]) -> ChoiceStream:
-        return ChoiceStream(call, self.model, self.model.detokenizer(prompt, call))
+        detokenizer = self.model.detokenizer(prompt, call)
+        return ChoiceStream(
+            call, self.model, detokenizer, StopMatcher(call.stop, call.include_stop)
+        )
 
 
 @cache

@@ -13,6 +13,8 @@ FaultCause = Literal["template_error", "unsupported", "invalid"]
 NoContent = Literal["absent", "null", "empty", "part"]
 Verbosity = Literal["low", "medium", "high"]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+# Other roles are a template's own affair.
+USUAL_ROLES = ("system", "developer", "user", "assistant", "tool")
 # Other servers' names of an assistant's reasoning. What callers send has the first.
 REASONING: tuple[str, ...] = ("reasoning_content", "thinking", "reasoning")
 DEFAULT_TEMPLATE = "default"
@@ -242,6 +244,7 @@ def _no_content(role: str, form: MessageForm) -> Message:
 
 
 def _content(content: str | list[dict[str, Any]], role: str, form: MessageForm) -> Any:
+    role = role if role in USUAL_ROLES else "user"
     if not isinstance(content, str):
         if role in form.lists:
             return content

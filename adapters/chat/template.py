@@ -19,6 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from loraplex.adapters.chat.conversation import (
     DEFAULT_OPTIONS,
+    USUAL_ROLES,
     Message,
     MessageForm,
     Rendered,
@@ -139,11 +140,15 @@ class ChatTemplate:
         """The text, up to where the answer begins."""
         ready = shaped(messages, self.form)
         if not options.continue_final_message:
-            return self._write_tools(ready, options)
+            text = self._write_tools(ready, options)
+            _check_roles(messages, text)
+            return text
         if options.add_generation_prompt:
             raise _not_continued("`add_generation_prompt` must be false")
         final = _open_end(ready)
-        return _cut_at_end(self._write_tools(ready, options), final)
+        text = _cut_at_end(self._write_tools(ready, options), final)
+        _check_roles(messages, text)
+        return text
 
     def _write_tools(self, messages: list[Message], options: TemplateOptions) -> str:
         """Writes the text with tools as they came. Where the template needs what a tool leaves
@@ -200,6 +205,22 @@ class ChatTemplate:
             return _well_formed("".join(pieces))
         except _FAULTS as fault:
             raise TemplateFault(f"the chat template failed: {_reason(fault)}") from None
+
+
+def _check_roles(messages: Collection[Mapping[str, Any]], text: str) -> None:
+    """Checks that a text has the messages of roles that templates need not know. Raises
+    TemplateFault.
+    """
+    at = 0
+    for message in messages:
+        if message["role"] in USUAL_ROLES:
+            continue
+        for part in _parts(message["content"]):
+            at = text.find(part.get("text", "").strip(), at)
+            if at < 0:
+                role = message["role"]
+                why = f"the chat template writes no messages of the role {role!r} as they are"
+                raise TemplateFault(why, "unsupported")
 
 
 def _filled(tool: dict[str, Any]) -> dict[str, Any]:

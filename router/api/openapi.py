@@ -356,7 +356,7 @@ def _message(message: Schema) -> Schema:
         if kind["type"] == "array":
             kind["minItems"] = 1
     content = {"anyOf": spoken}
-    others = [role for role in properties["role"]["enum"] if role != "assistant"]
+    other = properties["role"] | {"not": {"const": "assistant"}}
     no_calls: Schema = {"enum": [None, []]}
 
     def one(needed: str, **changes: Schema) -> Schema:
@@ -367,7 +367,7 @@ def _message(message: Schema) -> Schema:
     calls = next(kind for kind in properties["tool_calls"]["anyOf"] if kind["type"] == "array")
     return {
         "anyOf": [
-            one("content", role={"enum": others}, content=content, tool_calls=no_calls),
+            one("content", role=other, content=content, tool_calls=no_calls),
             one("content", role={"const": "assistant"}, content=content),
             one("tool_calls", **silent, tool_calls=calls | {"minItems": 1}),
             *(one(name, **silent, **{name: _TEXT}) for name in (*REASONING, "refusal")),

@@ -91,7 +91,7 @@ ADAPTER_IDS: list[Case] = [
 OPENAI_VALUES: list[Case] = [
     openai("temperature", -1),
     openai("temperature", 1e400),
-    openai("top_p", 0),
+    openai("top_p", -0.1),
     openai("top_p", 1.01),
     openai("n", 0),
     openai("n", 10**6),
@@ -125,7 +125,7 @@ OPENAI_VALUES: list[Case] = [
     openai("min_tokens", 50),
     chat("messages", []),
     chat("messages", "hello"),
-    chat("messages", [{"role": "wizard", "content": "x"}]),
+    chat("messages", [{"role": "", "content": "x"}]),
     chat("messages", [{"role": "user"}]),
     chat("messages", [{"content": "x"}]),
     chat("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": "u"}]}]),

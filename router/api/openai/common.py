@@ -16,6 +16,7 @@ from loraplex.router.api.request.fields import (
     Positive,
     RequestId,
     StopString,
+    UnitInterval,
     adapter_named,
     check_counts,
     check_patterns,
@@ -82,6 +83,7 @@ class SharedBody(GenerationFields, frozen=True, kw_only=True):
     stop: str | list[StopString] | None = None
     stream: bool | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: UnitInterval | None = None
     user: str | None = None
     ignore_eos: bool | None = None
     lora_path: str | None = None

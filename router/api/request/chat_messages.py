@@ -1,8 +1,9 @@
 """Chat messages as callers send them. Pure."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from loraplex.adapters.chat.conversation import REASONING
 from loraplex.router.api.request.body import agreed, check_size, require
@@ -12,8 +13,8 @@ from loraplex.router.call import RequestError
 from loraplex.server.protocol import UNBOUNDED, PixelBounds
 
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
-
-
+# Templates may know further roles.
+AnyRole = Annotated[str, Meta(min_length=1, max_length=64)]
 # Fields of other servers that say how large the model sees a picture; null alone passes.
 TILES = ("min_dynamic_patch", "max_dynamic_patch")
 PIXELS = ("min_pixels", "max_pixels")
@@ -39,10 +40,12 @@ class ContentPart(msgspec.Struct, frozen=True):
 
 class MessagePart(ContentPart, frozen=True):
     """A part of a message: `text` or `image_url`. OpenAI has further types, which are not served.
+    `input_text`, `output_text` and the assistant's `refusal` are texts.
 
     image_url: the address may stand there as it is. min_pixels, max_pixels: as of ImageUrl.
     """
 
+    refusal: str | None = None
     image_url: ImageUrl | str | None = None
     min_pixels: Positive | None = None
     max_pixels: Positive | None = None
@@ -79,7 +82,7 @@ class Message(msgspec.Struct, frozen=True):
     whole answers back.
     """
 
-    role: Role
+    role: AnyRole
     content: str | list[MessagePart] | None = None
     name: str | None = None
     tool_call_id: str | None = None
@@ -183,7 +186,19 @@ def _content(
     if isinstance(content, str):
         return content
     require(content, "expected at least one part", f"{where}.content")
-    return [_part(part, f"{where}.content[{i}]", pixels) for i, part in enumerate(content)]
+    return [
+        _part(_as_text(part, message.role), f"{where}.content[{i}]", pixels)
+        for i, part in enumerate(content)
+    ]
+
+
+def _as_text(part: MessagePart, role: str) -> MessagePart:
+    """Returns a text by another name, as `/v1/responses` has it, as a text; others as they are."""
+    if part.type == "refusal" and role == "assistant":
+        return MessagePart("text", part.refusal)
+    if part.type in ("input_text", "output_text"):
+        return MessagePart("text", part.text)
+    return part
 
 
 def _part(part: MessagePart, param: str, pixels: PixelBounds) -> dict[str, Any]:

@@ -30,6 +30,8 @@ MAX_INT32 = 2**31 - 1
 MAX_PATTERN = 256
 # The engine divides logits by the temperature: what lies below this is greedy.
 LEAST_TEMPERATURE = 1e-5
+# OpenAI's 0 keeps the likeliest token alone, and so does this: one of a vocabulary is likelier.
+LEAST_TOP_P = 1e-9
 
 NonNegative = Annotated[int, Meta(ge=0, le=MAX_INT32)]
 Positive = Annotated[int, Meta(ge=1, le=MAX_INT32)]
@@ -407,6 +409,8 @@ def sampling_params(
     said = {name: getattr(fields, name) for name in _DRAWN}
     found = {name: advised.get(name) if value is None else value for name, value in said.items()}
     drawn: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
+    if "top_p" in drawn:
+        drawn["top_p"] = max(drawn["top_p"], LEAST_TOP_P)
     whole = {name: max(0, int(drawn.get(name, 0))) for name in ("top_k", "min_tokens")}
     return SamplingParams(
         **drawn | whole | {"stop_token_ids": tuple(fields.stop_token_ids or ())},

@@ -76,6 +76,33 @@ def test_tools_are_written_as_transformers_does(name: str) -> None:
     assert written == of_transformers(source, tools)
 
 
+ROLES = [*MESSAGES, {"role": "critic", "content": " dull "}]
+
+
+@pytest.mark.parametrize("name", ["loop", "blocks"])
+def test_other_roles_are_the_templates_affair(name: str) -> None:
+    rendered: Any = render_jinja_template([cast(Any, ROLES)], chat_template=USUAL[name])
+    plain = TemplateOptions(add_generation_prompt=False)
+    assert ChatTemplate(USUAL[name], {}).render(ROLES, plain) == rendered[0][0]
+    begun = TemplateOptions(add_generation_prompt=False, continue_final_message=True)
+    assert "dull" in ChatTemplate(USUAL[name], {}).render(ROLES, begun)
+    parts = [{"role": "critic", "content": [{"type": "text", "text": text} for text in "ab"]}]
+    assert "a\nb" in ChatTemplate(USUAL[name], {}).render(parts)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for m in messages if m.role in ('system', 'user') %}{{ m.content }}{% endfor %}",
+        "{% for m in messages %}{{ m.content | length }}{% endfor %}",
+        "{% for m in messages %}{{ m.content | upper }}{% endfor %}",
+    ],
+)
+def test_a_role_that_would_be_lost_is_refused(source: str) -> None:
+    with pytest.raises(TemplateFault, match="no messages of the role 'critic'"):
+        ChatTemplate(source, {}).render(ROLES)
+
+
 VARIABLES = (
     "messages",
     "tools",

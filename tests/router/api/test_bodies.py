@@ -135,7 +135,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
             {"temperature": -0.1},
             {"temperature": 2.1},
             {"temperature": "hot"},
-            {"top_p": 0},
+            {"top_p": -0.1},
             {"top_p": 1.1},
             {"min_p": 1.1},
             {"top_k": -2},
@@ -194,7 +194,10 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
     (CHAT, {"messages": [1]}, "messages"),
     (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
     (CHAT, {"messages": [{"content": "x"}]}, None),
-    (CHAT, content("x", "wizard"), "messages"),
+    (CHAT, content("x", ""), "messages[0].role"),
+    (CHAT, content("x", "w" * 65), "messages[0].role"),
+    (CHAT, content([{"type": "refusal", "refusal": "x"}]), "messages[0].content[0]"),
+    (CHAT, content([{"type": "refusal"}], "assistant"), "messages[0].content[0]"),
     (CHAT, content(None), "messages[0].content"),
     (CHAT, content(None, "assistant"), "messages[0].content"),
     (CHAT, {"messages": [{"role": "user", "refusal": "no"}]}, "messages[0].content"),
@@ -772,6 +775,12 @@ def test_reasoning_has_several_names(name: str) -> None:
     assert call_of(CHAT, messages=[alone]).messages == [expected | {"content": ""}]
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_top_p_of_zero_keeps_the_likeliest_token(path: str) -> None:
+    sampling = call_of(path, top_p=0, temperature=2).sampling
+    assert 0 < sampling.top_p < 1 / 2**20
+
+
 @pytest.mark.parametrize("choice", ["auto", "none"])
 def test_a_choice_among_no_tools_asks_for_nothing(choice: str) -> None:
     assert call_of(CHAT, tool_choice=choice, function_call=choice) == call_of(CHAT)
@@ -807,6 +816,18 @@ def test_answers_may_be_sent_back_with_all_that_they_had() -> None:
         {"role": "assistant", "content": "I will not."},
         {"role": "assistant", "content": "b"},
         {"role": "user", "content": [{"type": "text", "text": "d"}]},
+    ]
+
+
+def test_parts_of_texts_have_several_names() -> None:
+    parts = [
+        {"type": "refusal", "refusal": "a"},
+        {"type": "input_text", "text": "b"},
+        {"type": "output_text", "text": "c", "annotations": []},
+    ]
+    expected = [{"type": "text", "text": text} for text in "abc"]
+    assert call_of(CHAT, **content(parts, "assistant")).messages == [
+        {"role": "assistant", "content": expected}
     ]
 
 

@@ -70,8 +70,8 @@ def test_operations_are_whole() -> None:
 
 
 def test_limits_of_fields_are_reported() -> None:
-    top_p = DOCUMENT["components"]["schemas"]["ChatBody"]["properties"]["top_p"]
-    number = next(kind for kind in top_p["anyOf"] if kind["type"] == "number")
+    field = DOCUMENT["components"]["schemas"]["ChatBody"]["properties"]["typical_p"]
+    number = next(kind for kind in field["anyOf"] if kind["type"] == "number")
     assert (number["exclusiveMinimum"], number["maximum"]) == (0, 1)
 
 

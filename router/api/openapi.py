@@ -417,7 +417,7 @@ def _say_tools(components: dict[str, Schema]) -> None:
     tool = components["OfferedTool"]
     function = next(kind for kind in tool["properties"]["function"]["anyOf"] if "$ref" in kind)
     tool |= {"properties": {"type": {"const": "function"}, "function": function}}
-    tool["required"] = ["type", "function"]
+    tool["required"] = ["function"]
     tool = components["FlatTool"]
     properties = tool["properties"]
     names = [kind for kind in properties["name"]["anyOf"] if kind.get("type") == "string"]

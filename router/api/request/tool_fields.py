@@ -27,9 +27,9 @@ class OfferedFunction(msgspec.Struct, frozen=True):
 
 
 class OfferedTool(msgspec.Struct, frozen=True):
-    """A tool. OpenAI has further types; `function` alone is served."""
+    """A tool. OpenAI has further types; `function` alone is served. Without a type it is meant."""
 
-    type: str
+    type: str = "function"
     function: OfferedFunction | None = None
 
 

@@ -54,7 +54,7 @@ def test_templates_get_tools_as_they_came() -> None:
         "function": {"strict": False, "parameters": {}, "returns": {}, "name": "then"},
         "type": "function",
     }
-    null = {"type": "function", "function": {"name": "n", "description": None, "parameters": None}}
+    null = {"function": {"name": "n", "description": None, "parameters": None}}
     offered = [WEATHER, NOW, further, null]
     assert json.dumps(call_of(CHAT, tools=offered).template.tools) == json.dumps(offered)
 

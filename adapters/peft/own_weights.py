@@ -48,10 +48,10 @@ def check_floats(tensor: TensorInfo, shape: tuple[int, ...], findings: Findings)
 def whole_tables(config: PeftConfig, base: BaseSpec) -> frozenset[str]:
     """Lists short names of the tables that the adapter has whole."""
     saved = frozenset({*config.modules_to_save} & {EMBEDDING, HEAD})
-    return frozenset((EMBEDDING, HEAD)) if saved and _is_tied(config, base) else saved
+    return frozenset((EMBEDDING, HEAD)) if saved and are_tied(config, base) else saved
 
 
-def _is_tied(config: PeftConfig, base: BaseSpec) -> bool:
+def are_tied(config: PeftConfig, base: BaseSpec) -> bool:
     """Whether both tables are trained as one."""
     return base.is_tied and config.ensure_weight_tying
 
@@ -77,7 +77,7 @@ def check_tables(
                 refuse(key, f"{module.path} of the base model has a bias, which PEFT leaves out")
     if whole and rows and (base.is_tied or whole & rows.keys()):
         refuse("trainable_token_indices", "not beside modules_to_save of the same or a tied table")
-    if len(set(rows.values())) > 1 and _is_tied(config, base):
+    if len(set(rows.values())) > 1 and are_tied(config, base):
         refuse("ensure_weight_tying", "the tied tables have different trainable_token_indices")
     wrong = [each for ids in rows.values() for each in ids if each >= base.most_ids]
     if wrong and not base.is_inferred:
@@ -149,7 +149,7 @@ class TablePlacer:
         if any(table.shape[0] != base.vocab_size for table in self._tables.values()):
             wanted = frozenset((EMBEDDING, HEAD))
             self._check_resized()
-        if wanted and (_is_tied(config, base) or (base.is_tied and not saved)):
+        if wanted and (are_tied(config, base) or (base.is_tied and not saved)):
             # PEFT loads both into one tensor, the head last.
             shared = self._tables.get(HEAD) or self._tables.get(EMBEDDING)
             found = {} if shared is None else dict.fromkeys(wanted, shared)

@@ -26,6 +26,7 @@ from loraplex.adapters.peft.lora_tensors import (
 )
 from loraplex.adapters.peft.own_weights import (
     TablePlacer,
+    are_tied,
     check_dtype,
     check_floats,
     place_head,
@@ -419,11 +420,14 @@ class ModulePlacer:
         return loras
 
     def _lacks(self, path: str, sites: Sequence[Site]) -> None:
-        """Notes that a module is targeted and has no tensors."""
-        if self._matcher.config.starts_at_zero:
+        """Notes that a module is targeted and has no tensors. Of tied tables both have some."""
+        config = self._matcher.config
+        is_tied = are_tied(config, self._base) and path in self._base.tables
+        if config.starts_at_zero and not is_tied:
             self._missing += sites
             return
-        message = f"{path} is targeted, has no tensors, and its initial values are random"
+        words = "the table tied to it has some" if is_tied else "its initial values are random"
+        message = f"{path} is targeted, has no tensors, and {words}"
         self._findings.add("missing_tensor", path, message)
 
     def _untargeted(self, path: str, pair: Pair) -> None:

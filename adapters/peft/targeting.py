@@ -10,7 +10,8 @@ from typing import Generic, TypeVar
 
 from loraplex.adapters.base import ANY_EXPERT, BaseSpec, base_modules
 from loraplex.adapters.common.timed_pattern import PatternBudget, PatternError, TimedPattern
-from loraplex.adapters.peft.config import PeftConfig
+from loraplex.adapters.peft.config import TABLES, PeftConfig
+from loraplex.adapters.peft.own_weights import are_tied, whole_tables
 from loraplex.adapters.peft.tensor_names import NAMINGS, Naming
 from loraplex.adapters.violations import Findings, invalid, shown
 
@@ -65,6 +66,14 @@ class Targeting:
         """Whether the config targets every linear module, whatever its name."""
         targets = self.config.target_modules
         return isinstance(targets, str) and targets.lower() == _ALL_LINEAR
+
+    @property
+    def names_tables(self) -> bool:
+        """Whether PEFT sees that a table is targeted: it knows one name of each."""
+        targets = self.config.target_modules
+        if isinstance(targets, str):
+            return any(map(self._targets.match, TABLES))
+        return any(name.rpartition(".")[2] in TABLES for name in targets)
 
     def targets_parameter(self, path: str) -> bool:
         """Whether PEFT would adapt this parameter of the base. Neither `exclude_modules` nor
@@ -199,18 +208,24 @@ def module_paths(base: BaseSpec) -> Iterator[str]:
 def targeted_paths(matcher: Targeting, base: BaseSpec, naming: Naming) -> dict[str, str]:
     """Maps each targeted module or tensor of experts to its name in the trained model.
 
-    Keys are paths in the base. Patterns of rank and alpha are matched with the names.
+    Keys are paths in the base. Patterns of rank and alpha are matched with the names. Whole tables
+    are not targeted. Of tied ones both are, if one is and the config ties them.
     """
     others, targeted = base.tables | _convolutions(base), dict[str, str]()
+    whole = whole_tables(matcher.config, base) & base.model_modules.keys()
+    saved = {base.module(-1, name).path for name in whole}
     names = chain(((path, path) for path in module_paths(base)), aliases(base))
     for name, path in names:
         spelled = naming.spelled(name)
-        if spelled is None or path in targeted:
+        if spelled is None or path in targeted or path in saved:
             continue
         if matcher.targets(spelled, is_other=path in others):
             targeted[path] = spelled
         elif matcher.targets_parameter(spelled + _WEIGHT):
             targeted[path] = spelled + _WEIGHT
+    if matcher.names_tables and are_tied(matcher.config, base) and base.tables & targeted.keys():
+        both = ((path, naming.spelled(path)) for path in base.tables)
+        targeted |= {path: spelled for path, spelled in both if spelled is not None}
     for path in _stacked_paths(base):
         spelled = naming.spelled(path)
         if spelled is not None and matcher.targets_parameter(spelled):

@@ -161,12 +161,6 @@ def check_config(
         findings.add("unknown_target", key, f"{key} match no module of the base model")
     check_parameters(config.target_parameters, base, findings)
     _check_rank(matcher, base, limits, findings)
-    tables = base.tables
-    if config.ensure_weight_tying and any(
-        tables & targeted.keys() for targeted in _all_targeted(matcher, base)
-    ):
-        message = "ensure_weight_tying with embed_tokens or lm_head targeted is not supported"
-        findings.add("unsupported_feature", "ensure_weight_tying", message)
     if config.alora_invocation_tokens:
         _check_activation(matcher, base, findings)
     if config.use_dora or config.lora_bias or config.bias != "none":

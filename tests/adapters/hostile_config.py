@@ -41,11 +41,10 @@ def _features() -> dict[str, tuple[Spoil, set[str]]]:
         features[f"init {init}"] = (config(init_lora_weights=init), {"unsupported_feature"})
     for kind in ("IA3", "ADALORA", "lora", None, ["LORA"]):
         features[f"type {kind}"] = (config(peft_type=kind), {"unsupported_peft_type"})
-    tying = config(ensure_weight_tying=True, target_modules=["q_proj", "v_proj", "lm_head"])
     return features | {
         "head saved and targeted": (
             config(modules_to_save=["lm_head"], target_modules=["q_proj", "v_proj", "lm_head"]),
-            {"unsupported_feature", "missing_tensor"},
+            {"missing_tensor"},
         ),
         "head saved of an activated adapter": (
             config(modules_to_save=["lm_head"], alora_invocation_tokens=[1]),
@@ -73,7 +72,6 @@ def _features() -> dict[str, tuple[Spoil, set[str]]]:
             config(bias="all", alora_invocation_tokens=[1]),
             {"unsupported_feature"},
         ),
-        "tied head": (tying, {"unsupported_feature"}),
         "unknown key": (config(lora_gating=True), {"unknown_key"}),
         "remote code": (config(auto_map={"AutoModel": "evil.py--M"}), {"unknown_key"}),
         "surrogate key": (config(**{"\ud800": 1}), {"unknown_key"}),

@@ -26,10 +26,6 @@ FEATURES: dict[str, tuple[dict[str, Any], str]] = {
     "pissa": ({"init_lora_weights": "pissa"}, "init_lora_weights"),
     "olora": ({"init_lora_weights": "olora"}, "init_lora_weights"),
     "layers doubled": ({"layer_replication": [[0, 2], [1, 2]]}, "layer_replication"),
-    "tied head": (
-        {"target_modules": ["q_proj", "embed_tokens", "lm_head"], "ensure_weight_tying": True},
-        "ensure_weight_tying",
-    ),
 }
 
 
@@ -42,7 +38,6 @@ def save(folder: Path, **options: Any) -> Path:
         num_hidden_layers=BASE.num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        tie_word_embeddings="ensure_weight_tying" in options,
     )
     options = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj"]} | options
     get_peft_model(LlamaForCausalLM(config), LoraConfig(**options)).save_pretrained(folder)

@@ -137,6 +137,27 @@ def test_own_rows_change_the_answer(tables: Tables) -> None:
             assert (found - changed).abs().max() > 100 * TOLERANCE, each
 
 
+HEAD, BOTH = ["lm_head"], ["embed_tokens", "lm_head"]
+TIED = {"ensure_weight_tying": True}
+# Tables in two lists are saved whole, and have no LoRA. On tied tables their LoRA is tied, too.
+TARGETED: dict[str, dict[str, Any]] = {
+    "named_twice": {"target_modules": [*FEW, *BOTH], "modules_to_save": BOTH},
+    "head_by_pattern": {
+        "target_modules": ".*(lm_head|embed_tokens)",
+        "modules_to_save": HEAD,
+    },
+    "tied": {"target_modules": [*FEW, "embed_tokens"], **TIED},
+    "tied_by_pattern": {"target_modules": ".*(q_proj|lm_head)", **TIED},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "shards"), beyond(2, [("llama-biases-tied", 2), ("llama3", 1), ("gemma3", 1)])
+)
+def test_tables_that_are_targeted_too(family: str, shards: int, tmp_path: Path) -> None:
+    assert_as_peft(family, save_model(make_model(family), tmp_path), TARGETED, shards)
+
+
 # Of a model whose head has a bias. A copy of both, saved beside LoRA, is the base's; tables that
 # the training has made smaller have a smaller bias.
 WITH_BIAS: dict[str, dict[str, Any]] = {

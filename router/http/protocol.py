@@ -47,7 +47,9 @@ class PlainHttpParser:
         self.on_message_begin = reader.on_message_begin
         self.on_url = reader.on_url
         self.on_header = reader.on_header
-        self.on_body = reader.on_body
+        # A body may come in chunks of a byte; the reader gets those of one piece of data as one.
+        self._chunks = list[bytes]()
+        self.on_body = self._chunks.append
         self._parser = self._new_parser()
 
     def feed_data(self, data: bytes) -> None:
@@ -60,6 +62,8 @@ class PlainHttpParser:
             head = self._head_without_offer()
             self._parser = self._new_parser()
             self._parser.feed_data(head + data[stop.args[0] :])
+        finally:
+            self._pass_body_on()
 
     def close(self) -> None:
         """Breaks the circle of references; nothing may be fed after it."""
@@ -73,6 +77,7 @@ class PlainHttpParser:
 
     def on_message_complete(self) -> None:
         if not self._offered:
+            self._pass_body_on()
             self._reader.on_message_complete()
 
     def should_upgrade(self) -> bool:
@@ -89,6 +94,12 @@ class PlainHttpParser:
     def get_method(self) -> bytes:
         method: bytes = self._parser.get_method()
         return method
+
+    def _pass_body_on(self) -> None:
+        if self._chunks:
+            body = b"".join(self._chunks)
+            self._chunks.clear()
+            self._reader.on_body(body)
 
     def _new_parser(self) -> Any:
         parser = httptools.HttpRequestParser(self)

@@ -7,9 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httptools
 import pytest
 from prometheus_client import CollectorRegistry
 
+from loraplex.router.http.protocol import PlainHttpParser
 from loraplex.router.http.tls import Certificate, TlsAcceptor
 from loraplex.router.policy.front_door import FrontDoor, HttpDeadlines
 from loraplex.router.telemetry.metrics import RouterMetrics
@@ -39,6 +41,42 @@ async def say(router: Running, data: bytes) -> bytes:
             return await reader.read()
     finally:
         writer.close()
+
+
+class Reader:
+    """Lists what a parser calls."""
+
+    def __init__(self) -> None:
+        self.url, self.headers, self.calls = b"/", list[tuple[bytes, bytes]](), list[bytes]()
+
+    def on_message_begin(self) -> None:
+        self.calls.append(b"begin")
+
+    def on_url(self, url: bytes) -> None: ...
+
+    def on_header(self, name: bytes, value: bytes) -> None: ...
+
+    def on_headers_complete(self) -> None: ...
+
+    def on_body(self, body: bytes) -> None:
+        self.calls.append(body)
+
+    def on_message_complete(self) -> None:
+        self.calls.append(b"complete")
+
+
+def test_chunks_that_come_together_are_read_as_one() -> None:
+    reader = Reader()
+    parser = PlainHttpParser(reader)
+    head = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    chunks = b"".join(b"1\r\n%c\r\n" % letter for letter in b"abcdefgh")
+    parser.feed_data(head + chunks)
+    parser.feed_data(chunks + b"0\r\n\r\n" + head + b"1\r\nx\r\n0\r\n\r\n")
+    first = [b"begin", b"abcdefgh", b"abcdefgh", b"complete"]
+    assert reader.calls == [*first, b"begin", b"x", b"complete"]
+    with pytest.raises(httptools.HttpParserError):
+        parser.feed_data(head + b"1\r\ny\r\n!")
+    assert reader.calls[-1] == b"y", "what came before the fault is read"
 
 
 @pytest.mark.parametrize("name", ["Authorization", "authorization", "X-Filler"])

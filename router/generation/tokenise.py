@@ -4,7 +4,6 @@ Runs on the event loop; long texts, templates and grammars have threads and proc
 """
 
 import secrets
-from array import array
 from collections.abc import Sequence
 
 import msgspec
@@ -50,13 +49,15 @@ def adapter_from(prompt_ids: Sequence[int], invocation: Sequence[int]) -> int | 
     """
     if not invocation:
         return 0
-    ids, sought = array("q", prompt_ids), array("q", invocation)
-    text, end = ids.tobytes(), len(ids) * ids.itemsize
-    while (at := text.rfind(sought.tobytes(), 0, end)) >= 0:
-        if at % ids.itemsize == 0:
-            return at // ids.itemsize
-        end = at + len(sought) * ids.itemsize - 1
-    return None
+    # Texts, with a character for each id that is sought. They are read backwards: `find` is quick
+    # with all texts, `rfind` takes minutes with some.
+    letters = {token_id: chr(number) for number, token_id in enumerate(invocation, 1)}
+    text, sought = (
+        "".join(letters.get(token_id, "\0") for token_id in reversed(ids))
+        for ids in (prompt_ids, invocation)
+    )
+    behind = text.find(sought)
+    return None if behind < 0 else len(prompt_ids) - behind - len(invocation)
 
 
 class PromptTask(msgspec.Struct, frozen=True):
@@ -149,9 +150,10 @@ class Tokeniser:
     ) -> TokenisedRequest:
         """Turns a call with its prompts into tasks for workers. Raises RequestError."""
         reading = None if call.vector is None else vector_reading(call.vector, model.card)
+        starts = await _starts(model, adapter, prompts)
         if reading is not None:
             call = msgspec.structs.replace(call, unbound=unbound_prompts(call, model.card))
-            return _read(call, reading, adapter, prompts)
+            return _read(call, reading, starts, prompts)
         first = prompts[0]
         parts = self._parts_of(call, model, adapter, first.rendered.has_default_text)
         unbound = unbound_hints(call, first, parts.reasoning is not None)
@@ -167,7 +169,6 @@ class Tokeniser:
         call = msgspec.structs.replace(call, sampling=sampling, unbound=unbound)
         samplings = [resolve_sampling(call, model, prompt) for prompt in prompts]
         seed = secrets.randbits(_SEED_BITS) if call.seed is None else call.seed
-        invocation = _invocation(adapter)
         tasks = [
             PromptTask(
                 index=index,
@@ -175,7 +176,7 @@ class Tokeniser:
                 sampling=samplings[index],
                 seed=_seed(call, index, seed),
                 division=parts.division(call, prompt.text),
-                adapter_from=adapter_from(prompt.ids, invocation),
+                adapter_from=starts[index],
             )
             for index, prompt in enumerate(prompts)
         ]
@@ -211,7 +212,7 @@ async def _texts_read(call: GenerationCall, vector: VectorCall, model: TextModel
 def _read(
     call: GenerationCall,
     reading: VectorReading,
-    adapter: ServedAdapter | None,
+    starts: Sequence[int | None],
     prompts: Sequence[Prompt],
 ) -> TokenisedRequest:
     """A call whose prompts are read for vectors."""
@@ -221,7 +222,7 @@ def _read(
             prompt=prompt,
             sampling=call.sampling,
             seed=0,
-            adapter_from=adapter_from(prompt.ids, _invocation(adapter)),
+            adapter_from=starts[index],
             vector=msgspec.structs.replace(reading.params, second=prompt.second),
         )
         for index, prompt in enumerate(prompts)
@@ -229,8 +230,15 @@ def _read(
     return TokenisedRequest(call, tasks, reading)
 
 
-def _invocation(adapter: ServedAdapter | None) -> tuple[int, ...]:
-    return () if adapter is None else adapter.manifest.invocation_tokens
+async def _starts(
+    model: TextModel, adapter: ServedAdapter | None, prompts: Sequence[Prompt]
+) -> list[int | None]:
+    """The first token of each prompt on which the adapter acts; None = none."""
+    invocation = () if adapter is None else adapter.manifest.invocation_tokens
+    size = sum(len(prompt.ids) for prompt in prompts) + len(invocation) if invocation else 0
+    return await model.turns.run(
+        size, lambda: [adapter_from(prompt.ids, invocation) for prompt in prompts]
+    )
 
 
 def _seed(call: GenerationCall, prompt_index: int, seed: int) -> int:

@@ -29,6 +29,14 @@ def test_table(prompt: list[int], invocation: tuple[int, ...], begins: int | Non
     assert adapter_from(prompt, invocation) == begins
 
 
+def test_no_search_takes_longer_than_its_texts() -> None:
+    """One that compares all places takes hours here."""
+    half = [1] * 250_000
+    assert adapter_from(half * 2, (*half, 2, *half)) is None
+    assert adapter_from([*half, 2, *half], (*half, 2, *half)) == 0
+    assert adapter_from(half, (1 << 8,)) is None
+
+
 @given(prompt=st.lists(IDS, min_size=1, max_size=12), data=st.data())
 def test_as_peft_finds_it(prompt: list[int], data: st.DataObject) -> None:
     own = st.integers(0, len(prompt) - 1).flatmap(

@@ -6,7 +6,7 @@ It does not look at tensors (`validate`) and does not match modules (`targeting`
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeVar, cast, get_args
 
 import msgspec
@@ -73,6 +73,8 @@ class PeftConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     task_type: `TOKEN_CLS`, whose head gives each token scores; `SEQ_CLS` where the adapter may have
         a score head and `modules_to_save` is empty.
     trainable_token_indices: by table, the tokens whose rows the adapter has, in the file's order.
+    ties_saved: whether tied tables of `modules_to_save` stay one: where `ensure_weight_tying` says
+        so, and a name is one that PEFT knows.
     use_dora: `(W + scale * B A)` has rows of the lengths that the adapter's magnitudes say.
     """
 
@@ -99,6 +101,7 @@ class PeftConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     modules_to_save: tuple[str, ...] = ()
     trainable_token_indices: tuple[tuple[str, tuple[int, ...]], ...] = ()
     task_type: str = ""
+    ties_saved: bool = False
 
     def scale(self, lora_rank: int, lora_alpha: float) -> float:
         """Returns the factor of `B A x`: alpha / r, or alpha / sqrt(r) for rsLoRA."""
@@ -129,6 +132,11 @@ def parse_config(data: bytes, findings: Findings) -> PeftConfig | None:
 def is_norm(name: str) -> bool:
     """Whether a name of `modules_to_save` is, or ends, that of a norm."""
     return _NORM.fullmatch(name) is not None
+
+
+def names_table(names: Iterable[str]) -> bool:
+    """Whether PEFT takes some of these for a table: it knows one name of each."""
+    return any(name.rpartition(".")[2] in TABLES for name in names)
 
 
 def is_of_encoders(name: str) -> bool:
@@ -218,6 +226,8 @@ def _read(reader: "_Reader") -> PeftConfig:
         modules_to_save=saved,
         trainable_token_indices=reader.trained_tokens("trainable_token_indices"),
         task_type=str(task) if is_kept else "",
+        ties_saved=reader.flag("ensure_weight_tying")
+        and names_table(reader.names("modules_to_save")),
     )
     if not config.target_modules and not parameters:
         reader.refuse("target_modules", "missing or empty: the adapter targets nothing")

@@ -48,7 +48,7 @@ def check_floats(tensor: TensorInfo, shape: tuple[int, ...], findings: Findings)
 def whole_tables(config: PeftConfig, base: BaseSpec) -> frozenset[str]:
     """Lists short names of the tables that the adapter has whole."""
     saved = frozenset({*config.modules_to_save} & {EMBEDDING, HEAD})
-    return frozenset((EMBEDDING, HEAD)) if saved and are_tied(config, base) else saved
+    return frozenset((EMBEDDING, HEAD)) if saved and base.is_tied and config.ties_saved else saved
 
 
 def are_tied(config: PeftConfig, base: BaseSpec) -> bool:
@@ -149,7 +149,7 @@ class TablePlacer:
         if any(table.shape[0] != base.vocab_size for table in self._tables.values()):
             wanted = frozenset((EMBEDDING, HEAD))
             self._check_resized()
-        if wanted and (are_tied(config, base) or (base.is_tied and not saved)):
+        if wanted and base.is_tied and (config.ties_saved or not saved):
             # PEFT loads both into one tensor, the head last.
             shared = self._tables.get(HEAD) or self._tables.get(EMBEDDING)
             found = {} if shared is None else dict.fromkeys(wanted, shared)

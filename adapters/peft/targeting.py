@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from loraplex.adapters.base import ANY_EXPERT, BaseSpec, base_modules
 from loraplex.adapters.common.timed_pattern import PatternBudget, PatternError, TimedPattern
-from loraplex.adapters.peft.config import TABLES, PeftConfig
+from loraplex.adapters.peft.config import TABLES, PeftConfig, names_table
 from loraplex.adapters.peft.own_weights import are_tied, whole_tables
 from loraplex.adapters.peft.tensor_names import NAMINGS, Naming
 from loraplex.adapters.violations import Findings, invalid, shown
@@ -69,11 +69,11 @@ class Targeting:
 
     @property
     def names_tables(self) -> bool:
-        """Whether PEFT sees that a table is targeted: it knows one name of each."""
+        """Whether PEFT sees that a table is targeted."""
         targets = self.config.target_modules
         if isinstance(targets, str):
             return any(map(self._targets.match, TABLES))
-        return any(name.rpartition(".")[2] in TABLES for name in targets)
+        return names_table(targets)
 
     def targets_parameter(self, path: str) -> bool:
         """Whether PEFT would adapt this parameter of the base. Neither `exclude_modules` nor
@@ -223,7 +223,8 @@ def targeted_paths(matcher: Targeting, base: BaseSpec, naming: Naming) -> dict[s
             targeted[path] = spelled
         elif matcher.targets_parameter(spelled + _WEIGHT):
             targeted[path] = spelled + _WEIGHT
-    if matcher.names_tables and are_tied(matcher.config, base) and base.tables & targeted.keys():
+    ties = matcher.names_tables and not matcher.config.ties_saved
+    if ties and are_tied(matcher.config, base) and base.tables & targeted.keys():
         both = ((path, naming.spelled(path)) for path in base.tables)
         targeted |= {path: spelled for path, spelled in both if spelled is not None}
     for path in _stacked_paths(base):

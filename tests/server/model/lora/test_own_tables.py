@@ -158,6 +158,12 @@ def test_tables_that_are_targeted_too(family: str, shards: int, tmp_path: Path) 
     assert_as_peft(family, save_model(make_model(family), tmp_path), TARGETED, shards)
 
 
+def test_a_tied_table_whose_name_peft_does_not_know(tmp_path: Path) -> None:
+    """The head stays the base's."""
+    saved = {"modules_to_save": ["wte"], "target_modules": ["c_attn"], **TIED}
+    assert_as_peft("gpt2", save_model(make_model("gpt2"), tmp_path), {"saved": saved})
+
+
 # Of a model whose head has a bias. A copy of both, saved beside LoRA, is the base's; tables that
 # the training has made smaller have a smaller bias.
 WITH_BIAS: dict[str, dict[str, Any]] = {

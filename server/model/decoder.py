@@ -542,9 +542,9 @@ class Decoder(Generic[P, L, Y]):
         if spec.is_gated:
             inner = ops.gated(y, spec.activation, spec.gate_factor)
         else:
-            inner = ops.activated(y, spec.activation, weights.xielu)
-        if spec.takes_inputs and stream.inputs is not None:
-            inner = inner * stream.inputs[:, at]
+            inputs = stream.inputs if spec.takes_inputs else None
+            factors = None if inputs is None else inputs[:, at]
+            inner = ops.activated(y, spec.activation, weights.xielu, factors)
         found = ops.linear(inner, weights.down, lora, down)
         if weights.out_gate is None:
             return found

@@ -184,6 +184,7 @@ def lora(configs: KernelConfigs, phase: Phase, rows: int) -> None:
             for activation in ACTIVATIONS:
                 gated(y, of, activation, programmatic_launch=early)
             norms(y, of, early)
+        gated(y, None, "gelu_tanh", up=y.clone(), programmatic_launch=early)
         attentions(rows, delta, early)
     elif phase == "prefill":
         many_tokens(configs, y, pending)

@@ -100,6 +100,9 @@ def test_wrappers_check_their_arguments() -> None:
             add_norm(y, None, y.clone(), *norms, programmatic_launch=False)
     with pytest.raises(ValueError, match="contiguous"):
         gated(torch.zeros(48, 4).T, None, "silu", programmatic_launch=False)
+    for up in (torch.zeros(4, 24), torch.zeros(48, 4).T):
+        with pytest.raises(ValueError, match="beside its gate"):
+            gated(torch.zeros(4, 48), None, "silu", up=up, programmatic_launch=False)
     with pytest.raises(ValueError, match="gate_up"):
         gated_lora(y[:3], PendingLora(table, 0, segments, workspace), FUSED, "silu")
     shared = allocate_segments(4, 16, 3, CPU, shared=True)

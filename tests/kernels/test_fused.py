@@ -88,6 +88,9 @@ def test_activation_without_adapters(device: torch.device, activation: Activatio
     gate, up = y.chunk(2, dim=-1)
     out = gated(y, None, activation, programmatic_launch=False)
     assert_close(out, ACTIVATIONS[activation](gate) * up, torch.float32)
+    beside = torch.randn(5, 3, 1100, device=device)[:, 1]
+    apart = gated(gate.contiguous(), None, activation, up=beside, programmatic_launch=False)
+    assert_close(apart, ACTIVATIONS[activation](gate) * beside, torch.float32)
 
 
 @pytest.mark.parametrize(("inner", "activation"), sparse([48, 1100], list(ACTIVATIONS)))

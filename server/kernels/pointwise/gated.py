@@ -32,14 +32,18 @@ def gated(
     pending: PendingDelta | None,
     activation: GatedActivation,
     rounding: Rounding | None = None,
+    up: torch.Tensor | None = None,
     *,
     programmatic_launch: bool,
 ) -> torch.Tensor:
     """Apply the gated activation: `[rows, 2 n]`, contiguous, gate first -> `[rows, n]`; pending:
     LoRA of it, of rows and halves that their adapter touches. rounding: takes the result, too,
-    `[rows, n]`. In float32; one kernel. Raises ValueError on a mismatch.
+    `[rows, n]`. up: `[rows, n]`, rows of any stride, beside a gate alone, `[rows, n]`, without
+    pending. In float32; one kernel. Raises ValueError on a mismatch.
     """
-    rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
+    rows, inner = gate_up.shape[0], gate_up.shape[1] // (2 if up is None else 1)
+    if up is not None and (pending is not None or up.shape != gate_up.shape or up.stride(1) != 1):
+        raise ValueError("an activation beside its gate is of one shape, without LoRA")
     out = torch.empty(rows, inner, dtype=gate_up.dtype, device=gate_up.device)
     block, warps = _BLOCK, 4
     if rounding is not None and rounding[1].groups == 0:  # a scale needs the whole row
@@ -52,6 +56,8 @@ def gated(
             out,
             rows,
             None if rounding is None else rounded_arguments(*rounding),
+            up,
+            0 if up is None else up.stride(0),
             INNER=inner,
             BLOCK=block,
             ACTIVATION=activation,
@@ -78,6 +84,8 @@ def _gated_kernel(
     out_ptr: tl.tensor,
     rows: tl.tensor,
     to_rounded: tl.tuple,
+    up_ptr: tl.tensor,
+    stride_up: tl.tensor,
     INNER: tl.constexpr,
     BLOCK: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -92,9 +100,13 @@ def _gated_kernel(
     first = tl.program_id(0) % BLOCKS * BLOCK
     n = first + tl.arange(0, BLOCK)
     inside = n < INNER
-    at = row * 2 * INNER + n
+    if up_ptr is None:
+        at = row * 2 * INNER + n
+        up = tl.load(y_ptr + at + INNER, mask=inside, other=0.0).to(tl.float32)
+    else:
+        at = row * INNER + n
+        up = tl.load(up_ptr + row * stride_up + n, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(y_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(y_ptr + at + INNER, mask=inside, other=0.0).to(tl.float32)
     if LORA:
         # Read beside the chain slot -> rank, not after it, and dropped where it means nothing.
         delta0 = tl.load(delta_ptr + at, mask=inside, other=0.0).to(tl.float32)

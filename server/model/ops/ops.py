@@ -396,9 +396,14 @@ class Ops(Protocol[P, L, Y]):
         ...
 
     def activated(
-        self, up: Y, activation: Activation, numbers: torch.Tensor | None
+        self,
+        up: Y,
+        activation: Activation,
+        numbers: torch.Tensor | None,
+        factors: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Apply an activation without gate: `[tokens, n]` -> `[tokens, n]`. numbers: of xIELU."""
+        """Apply an activation without gate: `[tokens, n]` -> `[tokens, n]`. numbers: of xIELU.
+        factors: multiply the result, `[tokens, n]`; None = nothing does."""
         ...
 
     def scaled(self, y: Y, gate: Y) -> Y:

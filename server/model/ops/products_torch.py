@@ -224,9 +224,14 @@ class TorchProducts:
         return gated(gate_up, activation, factor)
 
     def activated(
-        self, up: torch.Tensor, activation: Activation, numbers: torch.Tensor | None
+        self,
+        up: torch.Tensor,
+        activation: Activation,
+        numbers: torch.Tensor | None,
+        factors: torch.Tensor | None,
     ) -> torch.Tensor:
-        return activated(up, activation, numbers)
+        found = activated(up, activation, numbers)
+        return found if factors is None else found * factors
 
     def scaled(self, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         return y * gate.sigmoid()

@@ -531,9 +531,17 @@ class CudaOps:
                 assert_never(gate_up)
 
     def activated(
-        self, up: LinearOutput, activation: Activation, numbers: torch.Tensor | None
+        self,
+        up: LinearOutput,
+        activation: Activation,
+        numbers: torch.Tensor | None,
+        factors: torch.Tensor | None,
     ) -> torch.Tensor:
-        return pointwise.activated(self.complete(up), activation, numbers)
+        y, early = self.complete(up), self._configs.programmatic_launch
+        if factors is not None and activation == "gelu_tanh":
+            return gated(y, None, activation, up=factors, programmatic_launch=early)
+        found = pointwise.activated(y, activation, numbers)
+        return found if factors is None else found * factors
 
     def scaled(self, y: LinearOutput, gate: LinearOutput) -> LinearOutput:
         return Ready(self.complete(y) * self.complete(gate).sigmoid())

@@ -29,6 +29,7 @@ from loraplex.router.workers.fleet import Fleet
 from loraplex.router.workers.session import Credit, WorkerLost, WorkerSession
 from loraplex.server.protocol import (
     ErrorCode,
+    Evidence,
     GenerateRequest,
     PictureSpan,
     SamplingParams,
@@ -43,6 +44,8 @@ logger = logging.getLogger(__name__)
 _RESUME_PRIORITY = -(1 << 16)
 _BUSY_DELAY_S = 0.05
 _LONGEST_BUSY_DELAY_S = 1.0
+# Suspects of several routers wait for the same worker: they had better not begin in the same step.
+_APART_S = 0.5
 # Of a sequence that waits: a list's entry and a Python int.
 BYTES_A_TOKEN = 36
 
@@ -209,6 +212,8 @@ class SequenceRun:
             self._observer.placed(started, worker_id, reason, tier, self._attempts.number)
             if not await self._admit(credit):
                 return
+            if self._on_probation:
+                await asyncio.sleep(random.uniform(0.0, _APART_S))
             self._observer.submitted()
             self._submit(credit, context.deadline - loop.time())
         finally:
@@ -280,7 +285,8 @@ class SequenceRun:
             session, self._session = self._session, None
             if event.error == "adapter_unavailable" and session and self._request.adapter:
                 session.forget(self._request.adapter)
-            self._retry(event.error or "engine_lost", event.message or "it gave up")
+            code = event.error or "engine_lost"
+            self._retry(code, event.message or "it gave up", event.evidence)
             return
         if event.token_ids:
             self._end_probation()
@@ -294,14 +300,14 @@ class SequenceRun:
         if self._context.inbox.failed:
             self.stop()
 
-    def _retry(self, code: ErrorCode, message: str) -> None:
+    def _retry(self, code: ErrorCode, message: str, evidence: Evidence | None = None) -> None:
         """Goes on with another attempt if the error allows one; else fails."""
         self._end_probation()
         if self._accepted and len(self._accepted) >= self._request.sampling.max_tokens:
             self._finish_full()
             return
         context, attempts = self._context, self._attempts
-        step = attempts.failed(code, len(self._accepted))
+        step = attempts.failed(code, len(self._accepted), evidence)
         if step == "fail":
             self._fail(context.failure(code, message))
         elif step == "quarantine":
@@ -309,11 +315,12 @@ class SequenceRun:
         elif step == "later":
             self._observer.resumed(code)
             delay = min(_BUSY_DELAY_S * 2 ** min(attempts.number, 8), _LONGEST_BUSY_DELAY_S)
-            self._placing = self._start_placing(delay * random.uniform(0.5, 1.5))
+            delay *= random.uniform(0.5, 1.5)
+            self._placing = self._start_placing(delay, attempts.is_suspect)
         else:
             self._observer.resumed(code)
             delay = context.retries.budget.take(asyncio.get_running_loop().time())
-            self._placing = self._start_placing(delay, step == "probe")
+            self._placing = self._start_placing(delay, attempts.is_suspect)
 
     def _quarantine(self) -> None:
         request = self._request

@@ -37,6 +37,7 @@ from loraplex.server.protocol import (
     AdapterState,
     DeviceCost,
     ErrorCode,
+    Evidence,
     GenerateRequest,
     Inspect,
     OrderAction,
@@ -282,10 +283,12 @@ class WorkerSession:
 
     def _leave(self, keys: list[SequenceKey], code: ErrorCode, why: str) -> int:
         sinks = [(key, sink) for key in keys if (sink := self._live[key].sink) is not None]
+        named = () if self.status is None else self.status.evidence
+        evidence = {(*key,): found for *key, found in named}
         for key, _ in sinks:
             self.abandon(*key)
         for key, sink in sinks:
-            sink(lost(*key, why, code))
+            sink(lost(*key, why, code, evidence.get(key, "weak")))
         self._loads.fail_all(WorkerLost(why))
         return len(sinks)
 
@@ -493,7 +496,13 @@ class WorkerSession:
 
 
 def lost(
-    request_id: str, attempt: int, choice: int, why: str, code: ErrorCode = "engine_lost"
+    request_id: str,
+    attempt: int,
+    choice: int,
+    why: str,
+    code: ErrorCode = "engine_lost",
+    evidence: Evidence | None = None,
 ) -> TokenEvent:
     """The terminal event of an attempt whose worker cannot send one any more."""
-    return TokenEvent(request_id, attempt, choice, 0, (), finish="error", error=code, message=why)
+    identity = (request_id, attempt, choice)
+    return TokenEvent(*identity, 0, (), finish="error", error=code, message=why, evidence=evidence)

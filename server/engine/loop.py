@@ -14,6 +14,7 @@ from math import inf
 from typing import Generic, NamedTuple, TypeVar
 
 from loraplex.server.constraints.constraints import Constraints
+from loraplex.server.engine.begun import BegunSequences
 from loraplex.server.engine.channel import Channel, WorkerGone
 from loraplex.server.engine.executor import (
     COPY_FAILED,
@@ -103,7 +104,8 @@ class Phase(enum.IntEnum):
 
 class EngineLoop(Generic[T]):
     """Run the engine's steps: receive frames, plan, launch, collect and send. pipeline_depth: steps
-    in flight at once; 2 lets the host plan while the device computes.
+    in flight at once; 2 lets the host plan while the device computes. begun: for the worker, should
+    this process die; None = nobody reads it.
     """
 
     def __init__(
@@ -114,7 +116,9 @@ class EngineLoop(Generic[T]):
         pipeline_depth: int,
         constraints: Constraints,
         clock: Callable[[], float] = time.monotonic,
+        begun: BegunSequences | None = None,
     ) -> None:
+        self._begun = begun or BegunSequences(memoryview(bytearray(BegunSequences.NBYTES)))
         self._executor = executor
         self._scheduler = scheduler
         self._channel = channel
@@ -149,6 +153,7 @@ class EngineLoop(Generic[T]):
 
     def _receive(self, wait_s: float | None) -> bool:
         """Take all messages, waiting for the first. False: leave."""
+        self._mind_begun()
         self._take_messages(wait_s)
         return not self._leaving
 
@@ -165,7 +170,9 @@ class EngineLoop(Generic[T]):
         scheduler = self._scheduler
         match message:
             case Submit(key, request):
+                self._begun.begin(key)
                 scheduler.submit(key, request, self._clock())
+                self._begun.take_back()
             case AbortSequence(key):
                 scheduler.abort(key)
             case SlabStaged():
@@ -216,6 +223,7 @@ class EngineLoop(Generic[T]):
         """Run one round of the loop, and say whether a step was launched or collected in it."""
         with self._guarding_steps():
             self._wait_to_plan()
+        self._begun.mind_all(True)
         self._note_copies()
         self._note_constraints()
         self._load_on()
@@ -288,9 +296,16 @@ class EngineLoop(Generic[T]):
             self._load_while(lambda: self._clock() < until and not running.ticket.ready())
             self._phases_s[Phase.WAIT] += self._clock() - began
 
+    def _mind_begun(self) -> None:
+        """From here on only sequences that have begun have a part in what happens, but for pictures
+        and constraints on their way.
+        """
+        self._begun.mind_all(bool(self._chunks) or self._constraints.busy)
+
     def _load_while(self, computing: Callable[[], bool]) -> None:
         """Take messages and load adapters while the device computes. An absent adapter may then be
         usable before the next plan."""
+        self._mind_begun()
         while computing() and not self._leaving:
             self._look_at_loads(STEP_POLL_S)
 
@@ -315,6 +330,9 @@ class EngineLoop(Generic[T]):
         """Launch a planned step, and note the times. began: when planning began."""
         planned = self._clock()
         self._aside_s = 0.0
+        for start in plan.new_rows:
+            self._begun.begin(start.key)
+        self._mind_begun()
         ticket = self._executor.launch(plan, self._meanwhile)
         launched = self._clock()
         constrained = [i for i, piece in enumerate(plan.slices) if piece.constrained]
@@ -339,6 +357,7 @@ class EngineLoop(Generic[T]):
         is_free = beside or not self._chunks or self._chunks[-1].ticket.ready()
         if count and is_free:
             launched = self._clock()
+            self._begun.mind_all(True)
             ticket = self._executor.encode(count)
             self._chunks.append(_Chunk(ticket, launched))
             pictures.launched(count, is_last=ticket.is_last)

@@ -35,7 +35,7 @@ from loraplex.server.engine.memory.room import tokens_together
 from loraplex.server.engine.messages import EngineFailed, EngineReady, StartProgress
 from loraplex.server.engine.scheduling.scheduler import Scheduler
 from loraplex.server.engine.scheduling.scheduler_config import SchedulerConfig
-from loraplex.server.engine.shared_memory import map_shared
+from loraplex.server.engine.shared_memory import begun_in, map_shared
 from loraplex.server.model.tokenizer.grammar_vocabulary import read_vocabulary
 
 log = logging.getLogger(__name__)
@@ -91,7 +91,8 @@ def _serve(options: argparse.Namespace, channel: WorkerChannel) -> int:
         config = msgspec.json.decode(options.config, type=EngineConfig)
         number = f" {options.shard}" if config.shards > 1 else ""
         log_to_stderr(written=config.log_format, text=f"engine{number}: %(levelname)s %(message)s")
-        executor = _build(options, config, channel)
+        memory = _map_memory(options.arena_fd, config.host_arena_bytes)
+        executor = _build(options, config, memory, channel)
     except ConfigError as error:
         channel.send(EngineFailed(str(error)))
         return 1
@@ -115,7 +116,8 @@ def _serve(options: argparse.Namespace, channel: WorkerChannel) -> int:
         executor.limits, scheduling, executor.stored_pages, executor.stored_snapshots
     )
     constraints = _constraints(config, executor.limits)
-    loop = EngineLoop(executor, scheduler, channel, depth, constraints)
+    begun = begun_in(memory)
+    loop = EngineLoop(executor, scheduler, channel, depth, constraints, begun=begun)
     shorten_pauses()
     constraints.open()
     try:
@@ -140,10 +142,9 @@ def _constraints(config: EngineConfig, limits: ExecutorLimits) -> Constraints:
 
 
 def _build(
-    options: argparse.Namespace, config: EngineConfig, channel: WorkerChannel
+    options: argparse.Namespace, config: EngineConfig, memory: memoryview, channel: WorkerChannel
 ) -> Executor[Any]:
     """The worker hears from the first process how far the start is."""
-    memory = _map_memory(options.arena_fd, config.host_arena_bytes)
     if options.executor != "torch":
         return _other_executor(options.executor, config, memory)
     report = None if options.shard else channel.send

@@ -25,7 +25,8 @@ class RowStart(msgspec.Struct, frozen=True, array_like=True):
 
     token_ids: all tokens known so far, prompt first. prompt_len: how many of them are the prompt.
     The next sample has index `len(token_ids) - prompt_len` in the output. vocab_size: as in
-    `GenerateRequest`. pictures: in the order of their tokens.
+    `GenerateRequest`. pictures: in the order of their tokens. key: the worker's number of the
+    sequence.
     """
 
     seq_row: int
@@ -37,6 +38,7 @@ class RowStart(msgspec.Struct, frozen=True, array_like=True):
     eos_suppressed_until: int  # output index below which end-of-sequence and stop ids are masked
     vocab_size: int | None = None
     pictures: tuple[PlacedPicture, ...] = ()
+    key: int = -1
 
 
 class PageGrant(msgspec.Struct, frozen=True, array_like=True):

@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 
 import numpy as np
 
+from loraplex.server.engine.begun import BegunSequences
+
 # What a thread touches at a time.
 _TOUCHED_BYTES = 256 << 20
 
@@ -47,16 +49,25 @@ def pages_made(memory: memoryview, threads: int) -> Iterator[None]:
         pool.shutdown(cancel_futures=True)
 
 
+def begun_in(memory: memoryview) -> BegunSequences:
+    """Find what is begun in all of a `HostMemory`'s file."""
+    return BegunSequences(memory[-BegunSequences.NBYTES :])
+
+
 class HostMemory:
     """Anonymous memory of a fixed size that an engine process can map by its descriptor. It takes
     room of the machine where it was touched.
+
+    begun: behind the `nbytes` of `view`, at the file's end.
     """
 
     def __init__(self, nbytes: int) -> None:
         self.fd = os.memfd_create("loraplex-adapters", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.fd, nbytes)
+        size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE + BegunSequences.NBYTES
+        os.ftruncate(self.fd, size)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        self.view = map_shared(self.fd, nbytes)
+        whole = map_shared(self.fd, size)
+        self.view, self.begun = whole[:nbytes], begun_in(whole)
 
     def make(self, begin: int, nbytes: int) -> None:
         """Take the machine's memory for a range. Raises OSError when there is none."""

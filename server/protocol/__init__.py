@@ -32,6 +32,7 @@ from loraplex.server.protocol.generation import (
     Abort,
     DeviceCost,
     ErrorCode,
+    Evidence,
     Finish,
     GenerateRequest,
     NamesOnce,

@@ -96,6 +96,10 @@ ErrorCode = Literal[
     "internal",
 ]
 
+# What the end of an engine says of a sequence that was there: nothing, since the engine had not
+# begun it; perhaps something; or much, as it was one of few.
+Evidence = Literal["none", "weak", "strong"]
+
 # From here on a sequence is a batch's: nobody waits for its tokens.
 BACKGROUND_PRIORITY = 500
 
@@ -241,6 +245,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     waited for its adapter, if it did. vector: on the last event of a sequence that was read for
     one, its numbers as little-endian float32. cost: on the last event, if a step had the sequence.
     routed: the experts of the tokens that were computed since the event before, if asked for.
+    evidence: of `engine_lost`, that the sequence itself was the cause; None = nothing is known.
     """
 
     request_id: str
@@ -258,6 +263,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     vector: bytes | None = None
     cost: DeviceCost | None = None
     routed: RoutedExperts | None = None
+    evidence: Evidence | None = None
 
 
 class StepEvents(msgspec.Struct, frozen=True, array_like=True, tag="se"):

@@ -8,7 +8,7 @@ from loraplex.adapters.chat.conversation import DEFAULT_TEMPLATE, MessageForm
 from loraplex.adapters.classes import ClassForm as ClassForm
 from loraplex.adapters.classes import OwnClasses
 from loraplex.server.protocol.adapters import TierState
-from loraplex.server.protocol.generation import Pooling, TextPooling
+from loraplex.server.protocol.generation import Evidence, Pooling, TextPooling
 from loraplex.server.protocol.pictures import VisionCard
 
 # What a model gives: the last are scores of documents.
@@ -53,7 +53,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, array_like=True, tag="ws"):
     rows: how many of them can be computed at once (0 = not known).
     load_bytes_s: how fast adapters came to the device lately (0 = not known).
     preemptions, step_tokens: since the engine was started, as `step`. page_size: in tokens.
-    shards: devices that share its model.
+    shards: devices that share its model. evidence: of a silent engine, for each sequence of this
+    router without a token from it, by request, attempt and choice.
     """
 
     worker_id: str
@@ -77,6 +78,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, array_like=True, tag="ws"):
     step_tokens: int = 0
     page_size: int = 0
     shards: int = 1
+    evidence: tuple[tuple[str, int, int, Evidence], ...] = ()
 
 
 class PicturesMissing(msgspec.Struct, frozen=True, array_like=True, tag="pm"):

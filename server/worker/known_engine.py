@@ -1,15 +1,19 @@
 """The engine as its worker knows it: what the last step reported, and the way to send frames."""
 
+from loraplex.server.engine.begun import BegunSequences
 from loraplex.server.engine.messages import EngineReady, EngineStats, StepOutput, ToEngine
 from loraplex.server.protocol import TierState
 from loraplex.server.worker.process.engine_supervisor import EngineSupervisor
 
 
 class KnownEngine:
-    """Implements `EngineView`. resident: digests on the device. stats: of the last step."""
+    """Implements `EngineView`. resident: digests on the device. stats: of the last step. begun: as
+    the engine writes it.
+    """
 
-    def __init__(self, supervisor: EngineSupervisor) -> None:
+    def __init__(self, supervisor: EngineSupervisor, begun: BegunSequences) -> None:
         self._supervisor = supervisor
+        self.begun = begun
         self.stats = EngineStats()
         self.resident: frozenset[str] = frozenset()
 
@@ -36,3 +40,4 @@ class KnownEngine:
 
     def lost(self) -> None:
         self.stats, self.resident = EngineStats(), frozenset()
+        self.begun.clear()

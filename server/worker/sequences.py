@@ -5,11 +5,14 @@ It knows nothing of sockets or the engine; `worker.py` carries out what it decid
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 from loraplex.server.engine.messages import SequenceEvent
-from loraplex.server.protocol import ErrorCode, GenerateRequest, TokenEvent
+from loraplex.server.protocol import ErrorCode, Evidence, GenerateRequest, TokenEvent
 
+# More sequences than these, begun and without a token, are a crowd: each of them may be innocent.
+_FEW = 4
 # Of an equal share: what a router without work keeps, so that its next burst starts at once.
 _IDLE_SHARE = 4
 
@@ -37,6 +40,19 @@ def share_credits(capacity: int, in_flight: Mapping[int, int]) -> dict[int, int]
     return shares
 
 
+def weigh(
+    begun: AbstractSet[int] | None, fresh: AbstractSet[int], is_telling: bool
+) -> dict[int, Evidence]:
+    """Weigh what an engine's end says of each sequence that has no token of that engine.
+
+    begun: keys, as of `BegunSequences`. fresh: keys of those without a token. is_telling: the
+    engine worked before, and nobody ended it from outside.
+    """
+    suspects = fresh if begun is None else fresh & begun
+    evidence: Evidence = "strong" if is_telling and len(suspects) <= _FEW else "weak"
+    return {key: evidence if key in suspects else "none" for key in fresh}
+
+
 class Identity(NamedTuple):
     """Name of a sequence among those of one router connection: its request, the attempt at it, and
     which of the request's choices it is.
@@ -50,13 +66,13 @@ class Identity(NamedTuple):
 class _Live:
     """A sequence in the engine. connection None: its router is gone, the abort is on its way."""
 
-    __slots__ = ("adapter", "connection", "identity", "next_index", "with_pictures")
+    __slots__ = ("adapter", "connection", "first_index", "identity", "next_index", "with_pictures")
 
     def __init__(self, connection: int | None, request: GenerateRequest) -> None:
         self.adapter = request.adapter
         self.connection = connection
         self.identity = Identity(request.request_id, request.attempt, request.choice)
-        self.next_index = len(request.accepted_ids)
+        self.first_index = self.next_index = len(request.accepted_ids)
         # Kept for its pictures alone.
         self.with_pictures = request if request.pictures else None
 
@@ -166,8 +182,22 @@ class SequenceTable:
                 self._close(key)
         return routed
 
-    def end_all(self, error: ErrorCode, message: str) -> ByConnection:
-        """End every live sequence in this error."""
+    def fresh(self) -> frozenset[int]:
+        """Keys of sequences that have got no token here."""
+        live = self._live.items()
+        return frozenset(key for key, one in live if one.next_index == one.first_index)
+
+    def named(
+        self, connection: int, evidence: Mapping[int, Evidence]
+    ) -> tuple[tuple[str, int, int, Evidence], ...]:
+        """Evidence by key, with the names of those sequences that one router asked for."""
+        live = ((self._live[key], found) for key, found in evidence.items())
+        return tuple((*one.identity, found) for one, found in live if one.connection == connection)
+
+    def end_all(
+        self, error: ErrorCode, message: str, evidence: Mapping[int, Evidence] = {}
+    ) -> ByConnection:
+        """End every live sequence in this error. evidence: by key; of others it is weak."""
         routed: ByConnection = {}
         for key in list(self._live):
             live = self._live[key]
@@ -179,6 +209,7 @@ class SequenceTable:
                     finish="error",
                     error=error,
                     message=message,
+                    evidence=evidence.get(key, "weak"),
                 )
                 routed.setdefault(live.connection, []).append(event)
             self._close(key)

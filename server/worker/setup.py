@@ -190,7 +190,7 @@ def _prepare(config: WorkerConfig, device: ChosenDevice, model: ModelFolder) -> 
     make = spawn_engine if engine.shards == 1 else start_group
     start = partial(make, config.executor, engine, memory.fd)
     supervisor = EngineSupervisor(start, config.step_timeout_s)
-    known = KnownEngine(supervisor)
+    known = KnownEngine(supervisor, memory.begun)
     worker = _worker(worker_id, card, store, merger, engine, memory, known)
     uploads = UploadFace(received_uploads(config), config.max_adapter_bytes)
     return Prepared(

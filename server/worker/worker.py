@@ -37,6 +37,7 @@ from loraplex.server.protocol import (
     AdapterPins,
     AdapterPrefetch,
     ErrorCode,
+    Evidence,
     GenerateRequest,
     Inspect,
     ModelCard,
@@ -61,7 +62,13 @@ from loraplex.server.worker.inspector import Inspector
 from loraplex.server.worker.known_engine import KnownEngine
 from loraplex.server.worker.metrics import LookupTier, WorkerMetrics
 from loraplex.server.worker.pictures.service import PictureService
-from loraplex.server.worker.sequences import ByConnection, DuplicateSequence, SequenceTable, refusal
+from loraplex.server.worker.sequences import (
+    ByConnection,
+    DuplicateSequence,
+    SequenceTable,
+    refusal,
+    weigh,
+)
 from loraplex.server.worker.start_log import StartLog
 from loraplex.server.worker.validation import (
     check_digests,
@@ -328,10 +335,11 @@ class Worker:
             for key in ended:
                 self.pictures.ended(key)
 
-    def engine_lost(self, reason: str) -> None:
+    def engine_lost(self, reason: str, from_outside: bool = False) -> None:
         """End each of the engine's sequences with one terminal event; routers try again
         elsewhere.
         """
+        evidence = self._evidence(from_outside)
         self._start = StartLog(time.monotonic())
         self._staging.engine_lost()
         if self.pictures is not None:
@@ -343,7 +351,12 @@ class Worker:
         self._metrics.restarts.inc()
         if self.state == "ready":
             self._enter("engine_lost")
-        self._deliver(self._table.end_all("engine_lost", "the engine was lost"))
+        self._deliver(self._table.end_all("engine_lost", "the engine was lost", evidence))
+
+    def _evidence(self, from_outside: bool = False) -> dict[int, Evidence]:
+        """Weigh what the engine's end, or its silence, says of sequences."""
+        is_telling = self._step_tokens > 0 and not from_outside
+        return weigh(self._engine.begun.keys(), self._table.fresh(), is_telling)
 
     def engine_suspected(self, suspected: bool) -> None:
         """Routers hear of it at once; what runs may go on elsewhere, and nothing new comes."""
@@ -397,9 +410,11 @@ class Worker:
 
     def _broadcast_status(self) -> None:
         status = self._status()
+        evidence = self._evidence() if self._suspected else {}
         for number, credits in self._table.credits(self._connections).items():
             rows = -(-self._rows * credits // self._table.capacity)
-            own = msgspec.structs.replace(status, credits=credits, rows=rows)
+            named = self._table.named(number, evidence)
+            own = msgspec.structs.replace(status, credits=credits, rows=rows, evidence=named)
             self._connections[number].send_status(own)
 
     async def report_status(self) -> None:

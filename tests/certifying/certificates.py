@@ -24,7 +24,7 @@ class CertifyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step_s: seconds that a step takes. copy_polls: calls of `poll_copies` until a copy is usable.
     ending_polls: calls from then on until the copy is over (0 = at once).
     check_bytes: slabs are read when a copy starts, is usable and is over. Their bytes must be the
-    same as before.
+    same as before. deadly_id: a step that begins a prompt with it ends the process (-1 = none).
     """
 
     vocab_size: int = 512
@@ -34,6 +34,7 @@ class CertifyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     copy_polls: int = 1
     ending_polls: int = 0
     check_bytes: bool = False
+    deadly_id: int = -1
 
 
 ROOT_MARK: Mark = bytes(16)

@@ -5,6 +5,7 @@ answer alone proves the right prompt, adapter, position and KV pages. The execut
 strictly what plans promise.
 """
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -214,6 +215,8 @@ class CertifyingExecutor:
         for scaled in plan.scaled_slots:
             self._scale(scaled)
         for start in plan.new_rows:
+            if self.options.deadly_id in start.token_ids[: start.prompt_len]:
+                os.abort()
             check(0 <= start.seq_row < self.limits.max_rows, f"no row {start.seq_row}")
             check(start.seq_row not in self._rows, f"row {start.seq_row} is in use")
             self._rows[start.seq_row] = FakeRow(start, self.limits)

@@ -34,6 +34,7 @@ from loraplex.server.protocol import (
     AdapterTiers,
     DeviceCost,
     ErrorCode,
+    Evidence,
     GenerateRequest,
     Inspect,
     ModelCard,
@@ -164,6 +165,7 @@ class FakeWorker:
         self.script: Script = echo_script
         self.numbers: Callable[[GenerateRequest], list[float]] = numbers_of
         self.before_token: BeforeToken = no_fault
+        self.evidence: Evidence | None = None  # of what `before_token` returns
         self.loader: Loader = load_any
         self.merger: Merger = merge_any
         self.frames: list[RouterFrame] = []
@@ -404,7 +406,9 @@ class FakeWorker:
             error_code = await self.before_token(self, request, index)
             if error_code is not None:
                 failed = TokenEvent(*key, index, (), finish="error", error=error_code)
-                await self._emit(connection, failed)
+                await self._emit(
+                    connection, msgspec.structs.replace(failed, evidence=self.evidence)
+                )
                 return
             event = token_event(request, index, output[index], self.cost)
             if index == 0:

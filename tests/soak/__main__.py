@@ -22,6 +22,7 @@ def main() -> int:
     parser.add_argument("--round", type=int, default=1_000_000, help="tokens of a round")
     parser.add_argument("--seed", type=int, default=1, help="of the first round; others follow")
     parser.add_argument("--clients", type=int, default=64, help="requests under way at once")
+    parser.add_argument("--calm-s", type=float, default=2.0, help="longest calm between faults")
     parser.add_argument("--folder", type=Path, help="where logs are kept (default: nowhere)")
     parser.add_argument("--record", type=Path, default=Path(".cache/soak.jsonl"))
     options = parser.parse_args()
@@ -29,7 +30,7 @@ def main() -> int:
     options.record.touch()
     while sum(line["tokens"] for line in _lines(options)) < options.tokens:
         seed = options.seed + len(_lines(options))
-        asked = Round(seed, options.round, options.clients)
+        asked = Round(seed, options.round, options.clients, calm_s=options.calm_s)
         with tempfile.TemporaryDirectory() as temporary:
             folder = (options.folder or Path(temporary)) / str(seed)
             folder.mkdir(parents=True)

@@ -1,24 +1,29 @@
 """Decides how a sequence whose worker failed goes on: again, alone, or not at all. Pure.
 
 A worker's death is no verdict on what ran there: most deaths are nobody's fault. A sequence that
-got on between two deaths caused neither of them. One that did not is a suspect. It is tried once
-more, as the only suspect of its router, and convicted if its worker dies then, too. A worker that a
-router cannot hear is held against nothing.
+got on between two deaths caused neither of them. Nor did one that the dead engine had not begun.
+Any other is a suspect, by as much as each death says (`Evidence`). It is tried again as the only
+suspect of its router, and convicted once enough deaths say so. A worker that a router cannot hear
+is held against nothing.
 """
 
 from typing import Literal
 
 from loraplex.adapters.common.newest import NewestKept
-from loraplex.server.protocol import ErrorCode
+from loraplex.server.protocol import ErrorCode, Evidence
 
-MAX_LOSSES = 8
+MAX_LOSSES = 10
 MAX_ADAPTER_FAILURES = 2
-_SUSPICIOUS = 2
+# Weights of deaths without a token between them: three that say much convict, five that say little,
+# or ten of whole workers, which say nothing of their last step.
+_WEIGHTS: dict[Evidence | None, int] = {"none": 0, None: 1, "weak": 2, "strong": 4}
+_SUSPICIOUS, _CONVICTING = 3, 10
+# Losses before an attempt that gave so many tokens do not count.
+_MANY_TOKENS = 100
 
 Step = Literal[
     "again",
     "later",  # refused for want of room: nothing was tried
-    "probe",  # again, but with no other suspect beside it, until it gets on
     "quarantine",  # it killed its workers
     "fail",
 ]
@@ -27,18 +32,24 @@ Step = Literal[
 class Attempts:
     """One sequence's history. number: of the present attempt, counted as it is dispatched."""
 
-    __slots__ = ("_adapter_failures", "_at", "_losses", "_strikes", "number")
+    __slots__ = ("_adapter_failures", "_at", "_losses", "_weight", "number")
 
     def __init__(self) -> None:
         self.number = 0
         self._losses = 0
-        self._strikes = 0
-        self._at = -1
+        self._weight = 0
+        self._at = 0
         self._adapter_failures = 0
 
-    def failed(self, code: ErrorCode, accepted: int) -> Step:
-        """Notes that the present attempt ended in `code` after so many accepted tokens in all."""
+    def failed(self, code: ErrorCode, accepted: int, evidence: Evidence | None = None) -> Step:
+        """Notes that the present attempt ended in `code` after so many accepted tokens in all.
+        evidence: of `engine_lost`; None = not known.
+        """
         self.number += 1
+        if accepted > self._at:
+            if accepted - self._at >= _MANY_TOKENS:
+                self._losses = 0
+            self._at, self._weight = accepted, 0
         if code in ("overloaded", "draining"):
             return "later"
         if code == "adapter_unavailable":
@@ -47,18 +58,15 @@ class Attempts:
         if code not in ("engine_lost", "unheard"):
             return "fail"
         self._losses += 1
-        if code == "unheard":
-            return "again" if self._losses <= MAX_LOSSES else "fail"
-        return self._lost(accepted)
-
-    def _lost(self, accepted: int) -> Step:
-        self._strikes = self._strikes + 1 if accepted == self._at else 1
-        self._at = accepted
-        if self._strikes > _SUSPICIOUS:
+        self._weight += _WEIGHTS["none" if code == "unheard" else evidence]
+        if self._weight >= _CONVICTING:
             return "quarantine"
-        if self._losses > MAX_LOSSES:
-            return "fail"
-        return "probe" if self._strikes == _SUSPICIOUS else "again"
+        return "again" if self._losses <= MAX_LOSSES else "fail"
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it runs with no other suspect beside it, until it gets on."""
+        return self._weight >= _SUSPICIOUS
 
 
 class Quarantine:

@@ -68,6 +68,7 @@ class Batch:
                 eos_suppressed_until=request.sampling.min_tokens,
                 vocab_size=request.vocab_size,
                 pictures=self._pictures.placed(sequence),
+                key=sequence.key,
             )
         )
         for number, group in enumerate(sequence.pages):

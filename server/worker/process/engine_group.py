@@ -76,7 +76,7 @@ class EngineGroup:
                 elif not isinstance(frame, Alive):
                     raise EngineDied(f"it sent {type(frame).__name__}")
         except EngineDied as error:
-            self._ended = EngineDied(f"the process of device {number}: {error}")
+            self._ended = EngineDied(f"the process of device {number}: {error}", error.from_outside)
         self.kill()
 
 

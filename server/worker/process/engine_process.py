@@ -23,10 +23,18 @@ from loraplex.server.worker import tether
 
 ENGINE_MODULE = "loraplex.server.engine.main"
 LENGTH_BYTES = 4
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM)
 
 
 class EngineDied(Exception):
-    """The engine process is gone or no longer speaks the protocol; str() says how it ended."""
+    """The engine process is gone or no longer speaks the protocol; str() says how it ended.
+
+    from_outside: a person ended it, or the system when memory was short.
+    """
+
+    def __init__(self, how: str, from_outside: bool = False) -> None:
+        super().__init__(how)
+        self.from_outside = from_outside
 
 
 class EngineProcess:
@@ -42,6 +50,7 @@ class EngineProcess:
         self._reader = reader
         self._writer = writer
         self._exited = asyncio.Event()
+        self._killed_here = False
         self._pidfd = os.pidfd_open(process.pid)
         asyncio.get_running_loop().add_reader(self._pidfd, self._on_exit)
 
@@ -67,24 +76,26 @@ class EngineProcess:
             frame: FromEngine = decode_from_engine(await self._reader.readexactly(length))
             return frame
         except (asyncio.IncompleteReadError, ConnectionError) as error:
-            raise EngineDied(await self._last_words()) from error
+            raise await self._last_words() from error
         except msgspec.MsgspecError as error:
             raise EngineDied(f"it sent a malformed frame ({error})") from error
 
-    async def _last_words(self) -> str:
+    async def _last_words(self) -> EngineDied:
         """A closed pipe is the end of an engine: one that stays alive without it is killed."""
         try:
             await asyncio.wait_for(self._exited.wait(), 1.0)
         except TimeoutError:
-            return "it closed its pipe"
+            return EngineDied("it closed its pipe")
         code = self._process.returncode
         if code is not None and code < 0:
             hint = " (is memory short?)" if -code == signal.SIGKILL else ""
-            return f"killed by {signal.Signals(-code).name}{hint}"
-        return f"it left with code {code}"
+            from_outside = -code in _FROM_OUTSIDE and not self._killed_here
+            return EngineDied(f"killed by {signal.Signals(-code).name}{hint}", from_outside)
+        return EngineDied(f"it left with code {code}")
 
     def kill(self) -> None:
         if not self._exited.is_set():
+            self._killed_here = True
             self._process.kill()
 
     async def close(self, grace_s: float) -> None:

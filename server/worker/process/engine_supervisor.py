@@ -57,8 +57,10 @@ class EngineListener(Protocol):
 
     def engine_frame(self, frame: FromEngine) -> None: ...
 
-    def engine_lost(self, reason: str) -> None:
-        """Note that the engine is lost, and all that it had is gone."""
+    def engine_lost(self, reason: str, from_outside: bool = False) -> None:
+        """Note that the engine is lost, and all that it had is gone. from_outside: as of
+        EngineDied.
+        """
         ...
 
     def engine_suspected(self, suspected: bool) -> None:
@@ -118,7 +120,7 @@ class EngineSupervisor:
                 if not was_ready:
                     await self._discard()
                     raise EngineStartError(str(error)) from error
-                await self._lost(str(error), ready_at, listener)
+                await self._lost(error, ready_at, listener)
 
     async def _begin(self) -> EngineLife:
         """Start an engine. Raises EngineDied too when the machine has no process or descriptor
@@ -199,16 +201,18 @@ class EngineSupervisor:
         log.error("the engine gives no sign of life, or makes no step with work to do: killed")
         engine.kill()
 
-    async def _lost(self, reason: str, ready_at: float | None, listener: EngineListener) -> None:
+    async def _lost(
+        self, error: Exception, ready_at: float | None, listener: EngineListener
+    ) -> None:
         self.ready = False
         await self._discard()
         if self._closing:
             return
-        listener.engine_lost(reason)
+        listener.engine_lost(str(error), isinstance(error, EngineDied) and error.from_outside)
         healthy_s = 0.0 if ready_at is None else time.monotonic() - ready_at
         delay_s = self._backoff.delay_s(healthy_s)
         self.restarts += 1
-        log.error("the engine is gone: %s; it is started again in %g s", reason, delay_s)
+        log.error("the engine is gone: %s; it is started again in %g s", error, delay_s)
         await asyncio.sleep(delay_s)
 
     async def _discard(self) -> None:

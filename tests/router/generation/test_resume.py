@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.server.protocol import ErrorCode, GenerateRequest, StepEvents, TokenEvent, encode
+from loraplex.router.policy.placement.attempts import MAX_LOSSES
+from loraplex.server.protocol import (
+    ErrorCode,
+    Evidence,
+    GenerateRequest,
+    StepEvents,
+    TokenEvent,
+    encode,
+)
 from tests.network import running_link
 from tests.router.fake_worker import BASE_NAME, EOS, FakeWorker, ids_of, running_worker
 from tests.router.serving import Running, events_of, poll, running_router
@@ -104,21 +112,32 @@ async def test_another_worker_goes_on(tmp_path: Path) -> None:
         )
 
 
-async def test_a_request_that_kills_three_workers_is_never_run_again(
-    router: Running, worker: FakeWorker
+@pytest.mark.parametrize(("evidence", "deaths"), [("strong", 3), ("weak", 5)])
+async def test_a_request_that_kills_workers_is_never_run_again(
+    router: Running, worker: FakeWorker, evidence: Evidence | None, deaths: int
 ) -> None:
+    worker.evidence = evidence
     scripted(worker, error_at(3, "engine_lost", attempts=99))
     for _ in range(2):  # its caller's retry, whatever the seed, is refused before it is sent
         answer = await router.client.post("/v1/completions", json={**BODY, "seed": None})
         assert answer.status_code == 500
         assert answer.json()["error"]["code"] == "request_quarantined"
         assert answer.headers["x-should-retry"] == "false"
-        assert [request.attempt for request in worker.requests] == [0, 1, 2]
+        assert [request.attempt for request in worker.requests] == list(range(deaths))
     scripted(worker, error_at(0, "engine_lost", attempts=0))
     other = await router.client.post("/v1/completions", json={**BODY, "prompt": "another"})
     assert other.status_code == 200
     assert await router.metric("loraplex_requests_quarantined_total") == 1
     await router.until_idle()
+
+
+async def test_a_request_that_dead_engines_had_not_begun_is_answered(
+    router: Running, worker: FakeWorker
+) -> None:
+    worker.evidence = "none"
+    scripted(worker, error_at(0, "engine_lost", attempts=MAX_LOSSES))
+    assert await text_of(router, stream=True) == TEXT
+    assert len(worker.requests) == MAX_LOSSES + 1
 
 
 async def test_the_innocent_beside_a_killer_are_answered(
@@ -146,7 +165,7 @@ async def test_the_innocent_beside_a_killer_are_answered(
     statuses = await asyncio.gather(*(ask(prompt) for prompt in prompts))
     assert statuses == [500, *[200] * 12]
     deaths = [r for r in worker.requests if bytes(r.prompt_ids).endswith(b"killer")]
-    assert len(deaths) == 3
+    assert len(deaths) == MAX_LOSSES, "nothing is known of a worker's end"
     await router.until_idle()
 
 

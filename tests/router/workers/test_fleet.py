@@ -20,7 +20,14 @@ from loraplex.router.workers.fleet import Fleet, Placed
 from loraplex.router.workers.loads import Supply
 from loraplex.router.workers.roster import Roster
 from loraplex.router.workers.session import WorkerLost, WorkerSession
-from loraplex.server.protocol import GenerateRequest, SamplingParams, TokenEvent, WorkerHello
+from loraplex.server.protocol import (
+    Evidence,
+    GenerateRequest,
+    SamplingParams,
+    TokenEvent,
+    WorkerHello,
+    WorkerStatus,
+)
 
 ENTRY: Waiting[None] = Waiting(None, "", PlacementRequest(""), 10, 10, 360)
 
@@ -108,16 +115,39 @@ async def test_a_load_without_a_worker_fails_when_none_comes() -> None:
     assert raised.value.code == "unavailable"
 
 
+def session_over(socket: object) -> WorkerSession:
+    hello = WorkerHello("w", 1, "0" * 64, 64)
+    supply, bring = cast(Supply, None), cast(worker_session.Bring, None)
+    return WorkerSession(cast(ClientConnection, socket), hello, lambda: None, supply, bring)
+
+
+def asked_for(session: WorkerSession, *names: str) -> list[TokenEvent]:
+    """Events of sequences with these names, from now on."""
+    events: list[TokenEvent] = []
+    for name in names:
+        request = GenerateRequest(name, 0, 0, None, [1], [], SamplingParams(), 1)
+        session.submit(request, events.append, lambda cost: None)
+    return events
+
+
+async def test_a_silent_engine_is_held_against_what_it_had_begun() -> None:
+    session = session_over(None)
+    events = asked_for(session, "waiting", "begun", "got on")
+    known: tuple[tuple[str, int, int, Evidence], ...]
+    known = (("waiting", 0, 0, "none"), ("begun", 0, 0, "strong"), ("ended", 0, 0, "weak"))
+    session.status = WorkerStatus(
+        *("w", 1, "0" * 64, False, False, 1, 1, 2, 1, (), (), 7), silent=True, evidence=known
+    )
+    assert session.hand_over("it is silent") == 3
+    assert {event.error for event in events} == {"engine_lost"}
+    assert [event.evidence for event in events] == ["none", "strong", "weak"]
+
+
 async def test_a_worker_that_reads_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """It cannot even get the order to stop: its sequences go on elsewhere all the same."""
     aborted = asyncio.Event()
-    socket = SimpleNamespace(transport=SimpleNamespace(abort=aborted.set))
-    hello = WorkerHello("w", 1, "0" * 64, 64)
-    supply, bring = cast(Supply, None), cast(worker_session.Bring, None)
-    session = WorkerSession(cast(ClientConnection, socket), hello, lambda: None, supply, bring)
-    events: list[TokenEvent] = []
-    request = GenerateRequest("r", 0, 0, None, [1], [], SamplingParams(), 1)
-    session.submit(request, events.append, lambda cost: None)
+    session = session_over(SimpleNamespace(transport=SimpleNamespace(abort=aborted.set)))
+    events = asked_for(session, "r")
     monkeypatch.setattr(worker_session, "MAX_OUTBOX_BYTES", 0)
     assert session.hand_over("it is silent") == 1
     assert [event.error for event in events] == ["unheard"]

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import msgspec
 import pytest
 
+from loraplex.server.engine.begun import BegunSequences
 from loraplex.server.engine.channel import WorkerChannel, WorkerGone
 from loraplex.server.engine.executor import AdapterCopy, CopyNews, CopyOver, CopyUsable
 from loraplex.server.engine.loop import (
@@ -95,6 +96,38 @@ def test_many_streams_over_adapters_and_base(depth: int) -> None:
         assert sorted(set(engine.worker.released)) == ["a", "b", "c"]
         last = engine.worker.outputs[-1].stats
         assert (last.running, last.waiting, last.free_pages) == (0, 0, LIMITS.num_pages)
+
+
+class SeesBegun(CertifyingExecutor):
+    """It looks at what is begun, as the worker does once an engine is dead."""
+
+    def __init__(self) -> None:
+        super().__init__(LIMITS, OPTIONS)
+        self.begun = BegunSequences(memoryview(bytearray(BegunSequences.NBYTES)))
+        self.in_launches: list[frozenset[int] | None] = []
+        self.between: list[frozenset[int] | None] = []
+
+    def launch(self, plan: StepPlan, meanwhile: Callable[[], None] | None = None) -> FakeTicket:
+        self.in_launches.append(self.begun.keys())
+        return super().launch(plan, meanwhile)
+
+    def poll_copies(self) -> list[CopyNews]:
+        self.between.append(self.begun.keys())
+        return super().poll_copies()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_engine_notes_what_it_begins_before_it_does(depth: int) -> None:
+    first: list[ToEngine] = [Submit(n, make_request([5, n], 3)) for n in (7, 8)]
+    waiting = Submit(9, make_request([5, 6], 3, "a"))  # for an adapter that never comes
+    later = Submit(10, make_request([5, 6], 3))
+    script = Script([*first, waiting], [later], [Shutdown()])
+    executor, scheduler = SeesBegun(), Scheduler(LIMITS, SchedulerConfig())
+    constraints = no_grammars(LIMITS)
+    EngineLoop(executor, scheduler, script, depth, constraints, begun=executor.begun).run()
+    assert executor.in_launches[0] == frozenset({7, 8})
+    assert executor.in_launches[-1] == frozenset({7, 8, 10})
+    assert None in executor.between, "a plan may be about any sequence"
 
 
 class LongSteps(CertifyingExecutor):

@@ -1,5 +1,7 @@
 """Every sequence ends exactly once, at its own router; credits are never exceeded."""
 
+from collections import Counter
+
 import msgspec
 import pytest
 from hypothesis import settings
@@ -7,8 +9,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from loraplex.server.engine.messages import SequenceEvent
-from loraplex.server.protocol import GenerateRequest, PictureSpan, SamplingParams, TokenEvent
-from loraplex.server.worker.sequences import DuplicateSequence, SequenceTable, refusal, split_events
+from loraplex.server.protocol import (
+    Evidence,
+    GenerateRequest,
+    PictureSpan,
+    SamplingParams,
+    TokenEvent,
+)
+from loraplex.server.worker.sequences import (
+    DuplicateSequence,
+    SequenceTable,
+    refusal,
+    split_events,
+    weigh,
+)
 from tests.server.invariants import check_table
 
 CAPACITY = 4
@@ -94,6 +108,47 @@ def test_a_lost_engine_ends_a_resumed_sequence_at_its_next_index() -> None:
     assert table.end_all("engine_lost", "gone") == {}
 
 
+FRESH = frozenset(range(10, 20))
+
+
+@pytest.mark.parametrize(
+    ("begun", "is_telling", "expected"),
+    [
+        ({12}, True, {12: "strong"}),
+        ({12}, False, {12: "weak"}),
+        ({3, 12, 13, 14, 15}, True, dict.fromkeys(range(12, 16), "strong")),
+        (set(range(12, 17)), True, dict.fromkeys(range(12, 17), "weak")),
+        ({3}, True, {}),
+        (set(), True, {}),
+        (None, True, dict.fromkeys(FRESH, "weak")),
+    ],
+)
+def test_an_engines_end_says_nothing_of_what_it_had_not_begun(
+    begun: set[int] | None, is_telling: bool, expected: dict[int, Evidence]
+) -> None:
+    found = weigh(begun, FRESH, is_telling)
+    assert found == {**dict.fromkeys(FRESH, "none"), **expected}
+
+
+def test_an_engine_that_dies_before_its_first_step_tells_of_the_few_that_were_there() -> None:
+    assert weigh(None, {1, 2}, True) == {1: "strong", 2: "strong"}
+    assert weigh(None, set(), True) == {}
+
+
+def test_evidence_goes_with_the_sequences_that_have_no_token() -> None:
+    table = SequenceTable(CAPACITY)
+    keys = [table.open(1, request(name, accepted=3)) for name in ("got on", "begun", "waiting")]
+    other = table.open(2, request("other"))
+    assert keys[0] is not None
+    table.route([SequenceEvent(keys[0], event("got on", 3))])
+    assert table.fresh() == {*keys[1:], other}
+    evidence = weigh({key for key in (*keys[:2], other) if key is not None}, table.fresh(), True)
+    assert table.named(1, evidence) == (("begun", 0, 0, "strong"), ("waiting", 0, 0, "none"))
+    ended = table.end_all("engine_lost", "gone", evidence)
+    found = {e.request_id: e.evidence for events in ended.values() for e in events}
+    assert found == {"got on": "weak", "begun": "strong", "waiting": "none", "other": "strong"}
+
+
 def test_a_refusal_is_terminal_and_starts_where_the_request_does() -> None:
     refused = refusal(request("a", accepted=3), "overloaded", "full")
     assert (refused.index, refused.finish, refused.error) == (3, "error", "overloaded")
@@ -113,6 +168,7 @@ class TableMachine(RuleBasedStateMachine):
         super().__init__()
         self.table = SequenceTable(CAPACITY)
         self.keys: dict[int, tuple[int | None, str]] = {}
+        self.fresh: set[int] = set()
 
     @rule(connection=st.integers(0, 2), name=st.sampled_from("abc"))
     def open(self, connection: int, name: str) -> None:
@@ -127,12 +183,14 @@ class TableMachine(RuleBasedStateMachine):
         if key is not None:
             assert key not in self.keys
             self.keys[key] = (connection, name)
+            self.fresh.add(key)
 
     @rule(index=st.integers(0, CAPACITY), finish=st.booleans())
     def engine_event(self, index: int, finish: bool) -> None:
         key = list(self.keys)[index] if index < len(self.keys) else 999
         connection, name = self.keys.get(key, (None, "a"))
         routed = self.table.route([SequenceEvent(key, event(name, 0, finish=finish))])
+        self.fresh.discard(key)
         assert set(routed) == ({connection} - {None} if key in self.keys else set())
         if finish:
             self.keys.pop(key, None)
@@ -144,9 +202,15 @@ class TableMachine(RuleBasedStateMachine):
         for key in mine:
             self.keys[key] = (None, self.keys[key][1])
 
-    @rule()
-    def lose_engine(self) -> None:
-        routed = self.table.end_all("engine_lost", "gone")
+    @rule(begun=st.sets(st.integers(0, CAPACITY)))
+    def lose_engine(self, begun: set[int]) -> None:
+        keys = {key for place, key in enumerate(self.keys) if place in begun}
+        routed = self.table.end_all("engine_lost", "gone", weigh(keys, self.table.fresh(), True))
+        evidence = Counter(event.evidence for events in routed.values() for event in events)
+        read = {key for key, (connection, _) in self.keys.items() if connection is not None}
+        assert evidence["strong"] == len(keys & self.fresh & read)
+        assert evidence["none"] == len((self.fresh - keys) & read)
+        self.fresh.clear()
         sent = sorted((c, e.request_id) for c, events in routed.items() for e in events)
         assert sent == sorted((c, n) for c, n in self.keys.values() if c is not None)
         self.keys.clear()
@@ -155,6 +219,7 @@ class TableMachine(RuleBasedStateMachine):
     def agrees(self) -> None:
         check_table(self.table)
         assert len(self.table) == len(self.keys)
+        assert self.table.fresh() == self.fresh
 
 
 TestTable = TableMachine.TestCase

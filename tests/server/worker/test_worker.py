@@ -219,8 +219,11 @@ async def test_a_killed_engine_ends_each_sequence_once_and_comes_back(tmp_path: 
             first = await router.until_status(ready=True)
             await router.send(*(request(name, LONG) for name in names))
             await router.until_started(*names)
+            await router.send(request("waiting"))
+            await router.until_status(running=8, waiting=1)
             psutil.Process(worker.engine_pid).send_signal(signal.SIGKILL)
-            ended = await router.until_finished(*names)
+            ended = await router.until_finished(*names, "waiting")
+            assert ended["waiting"].evidence == "none"
             for name in names:
                 event = ended[name]
                 assert (event.finish, event.error) == ("error", "engine_lost")

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from loraplex.server.engine.begun import BegunSequences
 from loraplex.server.engine.memory.residency import Placement
 from loraplex.server.engine.messages import NeedSlab, SlabReleased, SlabStaged, Submit, ToEngine
 from loraplex.server.protocol import ModelCard
@@ -237,7 +238,8 @@ class Connection:
 def worker_over(tiers: Tiers, supervisor: Supervisor) -> Worker:
     card = ModelCard("0" * 64, ("m",), "{}", None, {}, (2,), 100, 64, "float32", "cpu", 8)
     service = cast(AdapterService, None)  # loads nothing here
-    engine = KnownEngine(cast(EngineSupervisor, supervisor))
+    begun = BegunSequences(memoryview(bytearray(BegunSequences.NBYTES)))
+    engine = KnownEngine(cast(EngineSupervisor, supervisor), begun)
     orders = AdapterOrders(tiers.tier, lambda _: True, tiers.threads, engine, lambda: tiers.now)
     worker = Worker(8, "w", card, engine, service, tiers.tier, orders, WorkerMetrics())
     worker.state = "ready"

@@ -121,7 +121,7 @@ class Working:
     def engine_frame(self, frame: FromEngine) -> None:
         self.frames.add(type(frame))
 
-    def engine_lost(self, reason: str) -> None: ...
+    def engine_lost(self, reason: str, from_outside: bool = False) -> None: ...
 
     def engine_suspected(self, suspected: bool) -> None: ...
 
@@ -194,7 +194,7 @@ async def test_an_engine_that_freezes_while_it_starts_is_started_again(
     await asyncio.gather(running, return_exceptions=True)
     assert (frozen.signs, frozen.closed) == (0, True)
     reason = "it gave no sign of life for 0.01 s while it started"
-    assert listener.engine_lost.call_args_list[1].args == (reason,)
+    assert listener.engine_lost.call_args_list[1].args == (reason, False)
     assert reason in caplog.text
 
 

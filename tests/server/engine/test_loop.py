@@ -137,27 +137,27 @@ class LongSteps(CertifyingExecutor):
         super().__init__(LIMITS, OPTIONS)
         self.copied_within_a_step: list[str] = []
         self.computes = threading.Event()
-        self._collecting = False
+        self._computes = False
 
     def launch(self, plan: StepPlan, meanwhile: Callable[[], None] | None = None) -> FakeTicket:
         ticket = super().launch(plan)
         executor = self
+        self._computes = True
 
         class Late(FakeTicket):
             def ready(self) -> bool:
-                executor._collecting = True
                 executor.computes.set()
                 return bool(executor.copied_within_a_step)
 
         return Late(ticket.plan, ticket.results)
 
     def collect(self, ticket: FakeTicket) -> list[SliceResult]:
-        self._collecting = False
+        self._computes = False
         return super().collect(self._in_flight[0])
 
     def poll_copies(self) -> list[CopyNews]:
         news = super().poll_copies()
-        if self._collecting:
+        if self._computes:
             self.copied_within_a_step += [n.digest for n in news if isinstance(n, CopyUsable)]
         return news
 

@@ -40,6 +40,23 @@ def test_who_did_not_listen_blames_nobody() -> None:
     assert liveness.hearing == "deaf"
 
 
+@pytest.mark.parametrize(("speaks", "hearing"), [(True, "deaf"), (False, "silent")])
+def test_who_is_late_at_each_look_judges_late_but_judges(speaks: bool, hearing: Hearing) -> None:
+    liveness = Liveness(0.0)
+    liveness.asked(0.0)
+    for look in range(1, 40):
+        if speaks:
+            liveness.heard(look)
+        liveness.excuse(look)
+        liveness.judge(look, LIMIT_S)
+        assert liveness.hearing == ("good" if look < 22 else hearing), look
+    liveness.heard(40)
+    liveness.answered()
+    liveness.asked(40)
+    liveness.excuse(50)
+    assert liveness.judge(50, LIMIT_S), "it is good again, and is forgiven anew"
+
+
 def test_a_question_behind_a_large_frame_counts_once_it_is_sent() -> None:
     liveness = Liveness(0.0)
     liveness.unsent(1000, 0.0)

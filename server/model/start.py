@@ -4,16 +4,14 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from mmap import PAGESIZE
 from pathlib import Path
 
 import msgspec
 import torch
 
-from loraplex.adapters.sharding import Shard
 from loraplex.adapters.token_rows import new_ids_width
-from loraplex.server.config import AtLoad, ConfigError, EngineConfig
+from loraplex.server.config import ConfigError, EngineConfig
 from loraplex.server.engine.executor import ExecutorLimits, MemoryLine
 from loraplex.server.engine.shared_memory import map_shared, pages_made
 from loraplex.server.model.checkpoint.checkpoint import read_config, read_shards
@@ -77,7 +75,12 @@ def build_parts(
         whole = msgspec.structs.replace(whole, pictures=None)
     require_invariance(whole, config)
     if load is None:
-        load = partial(_load, folder, whole, phases, at_load=config.quantize, shard=group.shard)
+        given, shard, read = config.quantize, group.shard, phases.count
+
+        def load(_: ModelSpec, dtype: torch.dtype, device: torch.device) -> ModelWeights:
+            of_file = (folder, whole, dtype, device)
+            return load_weights(*of_file, at_load=given, shard=shard, read=read)
+
     parts = _build_parts(config, whole, group, load, device, phases)
     group.least(parts.limits.num_pages)  # all have come so far
     return parts
@@ -109,23 +112,6 @@ def _refuse_rounded_latents(model: ModelSpec, kv_dtype: str) -> None:
             f"--kv-dtype {kv_dtype}: the model keeps latents, which are served as they are"
             " computed; take auto"
         )
-
-
-def _load(
-    folder: Path,
-    whole: ModelSpec,
-    phases: StartPhases,
-    part: ModelSpec,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    at_load: AtLoad | None,
-    shard: Shard,
-) -> ModelWeights:
-    """A WeightsLoader, from the model's folder."""
-    return load_weights(
-        folder, whole, dtype, device, at_load=at_load, shard=shard, read=phases.count
-    )
 
 
 def _build_parts(

@@ -495,12 +495,14 @@ def _load_branch(source: WeightSource, spec: Branch, index: int) -> BranchWeight
             q_norm = None if of_q is None else _norm(source, of_q, index)
             return load_latents(source, spec, index, q_norm, of_latents)
         case AttentionSpec():
-            path = layer_path(index, "self_attn")
+            path, sinks = layer_path(index, "self_attn"), None
+            if spec.sinks:
+                sinks = source.heads(source.get(layer_path(index, SINKS)).float())
             return AttentionWeights(
                 source.linear(spec.qkv, index),
                 source.linear(spec.o, index),
                 None if spec.has_layer_norms else _qk_norm(source, spec, index),
-                _sinks(source, spec, index),
+                sinks,
                 KvScales(*(source.kv_scale(path, of) for of in "kv")),
                 None if spec.gate is None else source.linear(spec.gate, index),
                 _qk_layer_norm(source, spec, index) if spec.has_layer_norms else None,
@@ -574,7 +576,3 @@ def _qk_layer_norm(source: WeightSource, spec: AttentionSpec, index: int) -> Lay
     weight, bias = (_qk_norm(source, spec, index, part) for part in ("weight", "bias"))
     assert weight is not None
     return LayerNorm(weight, bias, spec.qk_epsilon)
-
-
-def _sinks(source: WeightSource, spec: AttentionSpec, index: int) -> torch.Tensor | None:
-    return source.heads(source.get(layer_path(index, SINKS)).float()) if spec.sinks else None

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from loraplex.server.model.linear.packed import Fp8Weight, GroupedWeight, PackedWeight, packed
+from loraplex.server.model.linear.packed import PackedWeight, packed
 
 Make = Callable[[int, int], PackedWeight]
 TABLE = torch.tensor([-1.0, *(number / 8 for number in range(-7, 8))])
@@ -13,11 +13,11 @@ TABLE = torch.tensor([-1.0, *(number / 8 for number in range(-7, 8))])
 def fp8(rows: int, columns: int) -> Make:
     """Blocks of so many rows and columns; 0 = all."""
 
-    def make(out_features: int, in_features: int) -> Fp8Weight:
+    def make(out_features: int, in_features: int) -> PackedWeight:
         high, wide = rows or out_features, columns or in_features
         numbers = torch.randn(out_features, in_features).to(torch.float8_e4m3fn)
         shape = (-(-out_features // high), -(-in_features // wide))
-        return Fp8Weight(numbers, torch.rand(shape) + 0.5, (high, wide))
+        return PackedWeight(numbers, in_features, 0, wide, torch.rand(shape) + 0.5, rows=high)
 
     return make
 
@@ -33,7 +33,7 @@ def codes(
 ) -> Make:
     """group: 0 = all inputs."""
 
-    def make(out_features: int, in_features: int) -> GroupedWeight:
+    def make(out_features: int, in_features: int) -> PackedWeight:
         size = group or in_features
         numbers = torch.randint(0, 1 << bits, (out_features, in_features), dtype=torch.uint8)
         shape = (out_features, -(-in_features // size))
@@ -41,7 +41,7 @@ def codes(
         least: torch.Tensor | int = 1 << bits - 1
         if zeros:
             least = torch.randint(0, 1 << bits, shape, dtype=torch.uint8)
-        return GroupedWeight(
+        return PackedWeight(
             packed(numbers, bits),
             in_features,
             bits,

@@ -7,7 +7,7 @@ import torch
 
 from loraplex.server.model.checkpoint.cuts import Cut
 from loraplex.server.model.checkpoint.mxfp4 import E2M1, SCALE_BIAS
-from loraplex.server.model.linear.packed import Fp8Weight, GroupedWeight, PackedWeight
+from loraplex.server.model.linear.packed import PackedWeight
 from loraplex.server.model.linear.quantise import NF4
 from loraplex.server.model.quantisation.forms import (
     FOUR_BIT_BLOCK,
@@ -130,14 +130,17 @@ def _exponent(std: float) -> int:
     return SCALE_BIAS + round(math.log2(std / _STD_OF_CODES))
 
 
-def _fp8(form: EightBitForm, shape: tuple[int, int], std: float, device: torch.device) -> Fp8Weight:
+def _fp8(
+    form: EightBitForm, shape: tuple[int, int], std: float, device: torch.device
+) -> PackedWeight:
     rows, columns = {"tensor": shape, "channel": (1, shape[1])}.get(form.scales, form.block)
     numbers = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
     for first in range(0, shape[0], _ROWS):
         part = numbers[first : first + _ROWS]
         part.copy_(torch.randn(part.shape, device=device))
     blocks = (-(-shape[0] // rows), -(-shape[1] // columns))
-    return Fp8Weight(numbers, torch.full(blocks, std, device=device), (rows, columns))
+    scales = torch.full(blocks, std, device=device)
+    return PackedWeight(numbers, shape[1], 0, columns, scales, rows=rows)
 
 
 def _codes(
@@ -148,7 +151,7 @@ def _codes(
     device: torch.device,
     *,
     zeros: bool = False,
-) -> GroupedWeight:
+) -> PackedWeight:
     """Draws quantised weights as codes, each as likely as another."""
     outputs, inputs = shape
     size = group or inputs
@@ -159,4 +162,4 @@ def _codes(
     least: torch.Tensor | int = middle
     if zeros:
         least = torch.full(groups, middle, dtype=torch.uint8, device=device)
-    return GroupedWeight(codes.random_(), inputs, bits, size, scales, least)
+    return PackedWeight(codes.random_(), inputs, bits, size, scales, least)

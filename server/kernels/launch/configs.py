@@ -10,7 +10,6 @@ rows, on every architecture: how a row's sums are divided depends on nothing els
 """
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -149,66 +148,57 @@ class KernelConfigs:
     ) -> None:
         self.processors = processors
         self.programmatic_launch = programmatic_launch
-        self._shrink = [_entry(row) for row in table["shrink"]]
-        self._expand = [_entry(row) for row in table["expand"]]
-        self._fused = [_entry(row) for row in table["fused"]]
-        self._fused_shrink = [_entry(row) for row in table["fused_shrink"]]
-        self._rope = [_entry(row) for row in table["rope"]]
-        self._skinny = [_entry(row) for row in table["skinny"]]
-        self._packed = [_entry(row) for row in table["packed"]]
-        self._rounded = [_entry(row) for row in table["rounded"]]
-        self._skinny_lora = [_entry(row) for row in table["skinny_lora"]]
-        self._tiles = [_entry(row) for row in table["tile_rows"]]
+        self._lists = {name: [_entry(row) for row in rows] for name, rows in table.items()}
 
     def tile_rows(self, phase: Phase, rows: int) -> int:
         """Rows of a tile in a batch of `rows`."""
-        return _find(self._tiles, phase, rows)["tile_rows"]
+        return self._find("tile_rows", phase, rows)["tile_rows"]
 
     def shrink(self, phase: Phase, rows: int) -> ShrinkConfig:
-        v = _find(self._shrink, phase, rows)
+        v = self._find("shrink", phase, rows)
         return ShrinkConfig(*self._limits(v), v["block_k"], v["max_split"])
 
     def expand(self, phase: Phase, rows: int) -> ExpandConfig:
-        v = _find(self._expand, phase, rows)
+        v = self._find("expand", phase, rows)
         return ExpandConfig(*self._limits(v), v["piece"])
 
     def fused(self, phase: Phase, rows: int) -> FusedConfig:
         """The configuration of the activation with expand fused into it."""
-        v = _find(self._fused, phase, rows)
+        v = self._find("fused", phase, rows)
         return FusedConfig(*self._limits(v), v["piece"], v["max_pieces"])
 
     def fused_shrink(self, rows: int) -> FusedConfig:
         """The configuration of the activation that also shrinks its result; for many
         tokens alone.
         """
-        v = _find(self._fused_shrink, "prefill", rows)
+        v = self._find("fused_shrink", "prefill", rows)
         return FusedConfig(*self._limits(v), v["piece"], v["max_pieces"])
 
     def rope(self, rows: int) -> RopeLoraConfig:
         """The configuration of the rotation with expand fused into it; for many tokens alone."""
-        v = _find(self._rope, "prefill", rows)
+        v = self._find("rope", "prefill", rows)
         return RopeLoraConfig(*self._limits(v), v["max_heads"])
 
     def skinny(self, rows: int) -> tuple[SkinnyConfig, ...]:
         """Configurations that may be the fastest for a product of `rows` rows; none for
         too many.
         """
-        return self._of_few(self._skinny, rows, SkinnyConfig)
+        return self._of_few("skinny", rows, SkinnyConfig)
 
     def packed(self, rows: int) -> tuple[PackedConfig, ...]:
         """Return launch parameters for products of quantised weights with so many rows. The last is
         good for most shapes.
         """
-        return self._of_few(self._packed, rows, PackedConfig)
+        return self._of_few("packed", rows, PackedConfig)
 
     def rounded(self, rows: int) -> tuple[PackedConfig, ...]:
         """Return launch parameters for products of so many rounded rows; none for too many. The
         first is good for most shapes.
         """
-        return self._of_few(self._rounded, rows, PackedConfig)
+        return self._of_few("rounded", rows, PackedConfig)
 
-    def _of_few(self, entries: list[_Entry], rows: int, kind: type[_C]) -> tuple[_C, ...]:
-        known = [entry for entry in entries if entry.applies("decode", rows)]
+    def _of_few(self, name: str, rows: int, kind: type[_C]) -> tuple[_C, ...]:
+        known = [entry for entry in self._lists[name] if entry.applies("decode", rows)]
         return tuple(
             kind(**entry.values, programmatic_launch=self.programmatic_launch)
             for entry in known
@@ -219,7 +209,7 @@ class KernelConfigs:
         """The configuration of linears of `rows` rows with LoRA fused in; None for too
         many rows.
         """
-        for entry in self._skinny_lora:
+        for entry in self._lists["skinny_lora"]:
             if entry.applies("decode", rows):
                 programs = min(entry.values["lora_programs"], self.processors)
                 values = {**entry.values, "lora_programs": programs}
@@ -232,11 +222,17 @@ class KernelConfigs:
         chosen = (v["num_warps"], v["num_stages"], v.get("max_registers"))
         return *chosen, programs, self.programmatic_launch
 
+    def _find(self, name: str, phase: Phase, rows: int) -> dict[str, int]:
+        for entry in self._lists[name]:
+            if entry.applies(phase, rows):
+                return entry.values
+        raise ValueError(f"no launch parameters for {phase}, {rows} rows")
+
     def max_split(self, phase: Phase, rows: int) -> int:
         """The largest `max_split` in a batch of `rows`: what its workspace needs."""
         return max(
             entry.values["max_split"]
-            for entry in self._shrink
+            for entry in self._lists["shrink"]
             if entry.phase == phase and rows <= entry.max_rows
         )
 
@@ -244,7 +240,7 @@ class KernelConfigs:
         """Return, for every `max_split` in batches of up to `rows`, the most rows of a batch that
         needs it.
         """
-        bounds = {rows, *(int(min(rows, entry.max_rows)) for entry in self._shrink)}
+        bounds = {rows, *(int(min(rows, entry.max_rows)) for entry in self._lists["shrink"])}
         return {self.max_split(phase, bound): bound for bound in sorted(bounds)}
 
 
@@ -271,10 +267,3 @@ def read_configs(arch: str, processors: int, *, programmatic_launch: bool) -> Ke
 def _entry(row: dict[str, Any]) -> _Entry:
     values = {k: v for k, v in row.items() if k not in ("phase", "max_rows")}
     return _Entry(row["phase"], float(row.get("max_rows", "inf")), values)
-
-
-def _find(entries: Sequence[_Entry], phase: Phase, rows: int) -> dict[str, int]:
-    for entry in entries:
-        if entry.applies(phase, rows):
-            return entry.values
-    raise ValueError(f"no launch parameters for {phase}, {rows} rows")

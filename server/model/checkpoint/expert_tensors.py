@@ -8,7 +8,7 @@ import torch
 from loraplex.server.model.checkpoint.area import Area, UnpackedArea
 from loraplex.server.model.checkpoint.cuts import Cut
 from loraplex.server.model.checkpoint.mxfp4 import grouped
-from loraplex.server.model.linear.packed import GroupedWeight, joined
+from loraplex.server.model.linear.packed import PackedWeight, joined
 from loraplex.server.model.spec.linear_spec import ExpertStorage, LinearSpec, Part
 
 _Unpack = Callable[[Area], UnpackedArea]
@@ -48,7 +48,7 @@ class ExpertTensors:
                 write(cut, target)
         return weight
 
-    def packed(self) -> GroupedWeight | None:
+    def packed(self) -> PackedWeight | None:
         """The device's part of all experts' MXFP4 matrices, one below the other, as stored.
 
         None where a border lies within a block.
@@ -59,8 +59,7 @@ class ExpertTensors:
             for unpack, cut in zip(unpacks, self._cuts, strict=True)
         ]
         parts = [part for part in found if part is not None]
-        whole = joined(parts) if len(parts) == len(found) else None
-        return whole if isinstance(whole, GroupedWeight) else None
+        return joined(parts) if len(parts) == len(found) else None
 
     def fill_bias(self, bias: torch.Tensor) -> None:
         """Write the biases of all experts. bias: `[experts, out]` of the device."""

@@ -3,7 +3,7 @@
 import torch
 
 from loraplex.server.model.checkpoint.area import Area, UnpackedArea, around, units
-from loraplex.server.model.linear.packed import GroupedWeight
+from loraplex.server.model.linear.packed import PackedWeight
 from loraplex.server.model.spec.linear_spec import MXFP4_BLOCK
 
 # By a code's four bits: sign, two of the exponent, one of the mantissa.
@@ -23,5 +23,5 @@ def grouped(blocks: torch.Tensor, scales: torch.Tensor, area: Area) -> UnpackedA
     powers = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents).bfloat16()
     table = torch.tensor(E2M1, dtype=torch.float32, device=blocks.device)
     codes = blocks.reshape(rows, scales.shape[1], -1)[mine].flatten(1).contiguous()
-    weight = GroupedWeight(codes, area.shape[1], 4, MXFP4_BLOCK, powers, table=table)
+    weight = PackedWeight(codes, area.shape[1], 4, MXFP4_BLOCK, powers, table=table)
     return UnpackedArea(weight, area)

@@ -8,7 +8,7 @@ import torch
 
 from loraplex.server.model.checkpoint import mxfp4
 from loraplex.server.model.checkpoint.area import Area, Stored, UnpackedArea, around, units
-from loraplex.server.model.linear.packed import Fp8Weight, GroupedWeight, packed, unpacked
+from loraplex.server.model.linear.packed import PackedWeight, packed, unpacked
 from loraplex.server.model.quantisation.forms import (
     AwqForm,
     EightBitForm,
@@ -54,7 +54,7 @@ def unpack_four_bits(form: FourBitForm, stored: Stored) -> UnpackedArea:
         codes = _swapped(flat.view(outputs, -1)[rows, columns.start // 2 : columns.stop // 2])
     absmax = _absmax(stored, state, _blocks(area, inputs, group, block))
     table = stored["weight.quant_map"].float()
-    return UnpackedArea(GroupedWeight(codes, area.shape[1], 4, group, absmax, table=table), area)
+    return UnpackedArea(PackedWeight(codes, area.shape[1], 4, group, absmax, table=table), area)
 
 
 def _check_sizes(stored: Stored, found_bytes: int, block: int) -> None:
@@ -168,7 +168,8 @@ def _eight_bits(form: EightBitForm, stored: Stored) -> UnpackedArea:
     scales = stored[form.scale].view(shape)[blocks].float()
     numbers = stored["weight"][area]
     if form.numbers == "fp8":
-        return UnpackedArea(Fp8Weight(numbers, scales, (rows, columns)), area)
+        width = area.shape[1]
+        return UnpackedArea(PackedWeight(numbers, width, 0, columns, scales, rows=rows), area)
     zeros = stored["weight_zero_point"].view(shape)[blocks] if form.asymmetric else None
     return UnpackedArea(_int8(numbers, scales, zeros, (rows, columns)), area)
 
@@ -187,7 +188,7 @@ def _four_bit_floats(form: Fp4Form, stored: Stored) -> UnpackedArea:
     found = of_groups / whole if form.divides else of_groups * whole
     mine = codes[area.rows, units(area.columns, 2)].contiguous()
     table = torch.tensor(mxfp4.E2M1)
-    return UnpackedArea(GroupedWeight(mine, area.shape[1], 4, form.group, found, table=table), area)
+    return UnpackedArea(PackedWeight(mine, area.shape[1], 4, form.group, found, table=table), area)
 
 
 def _rowwise(stored: Stored) -> UnpackedArea:
@@ -204,7 +205,7 @@ def _rowwise(stored: Stored) -> UnpackedArea:
 
 def _int8(
     numbers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, block: tuple[int, int]
-) -> GroupedWeight:
+) -> PackedWeight:
     """Turn int8 numbers into a weight of codes, which are 128 more. scales: float32; zeros: int8;
     one for each block.
     """
@@ -216,7 +217,7 @@ def _int8(
     least: torch.Tensor | int = _INT8_ZERO
     if zeros is not None:
         least = by_row(_codes(zeros))
-    return GroupedWeight(_codes(numbers), inputs, 8, block[1], by_row(scales), least)
+    return PackedWeight(_codes(numbers), inputs, 8, block[1], by_row(scales), least)
 
 
 def _codes(numbers: torch.Tensor) -> torch.Tensor:
@@ -232,7 +233,7 @@ def _awq(form: AwqForm, stored: Stored) -> UnpackedArea:
     scales = stored["scales"][groups, rows].T.contiguous()
     grouping = (area.shape[1], 4, form.group)
     codes = packed(codes.T, 4)
-    return UnpackedArea(GroupedWeight(codes, *grouping, scales, zeros.T.contiguous()), area)
+    return UnpackedArea(PackedWeight(codes, *grouping, scales, zeros.T.contiguous()), area)
 
 
 def _in_columns(words: torch.Tensor) -> torch.Tensor:
@@ -245,7 +246,7 @@ def _in_columns(words: torch.Tensor) -> torch.Tensor:
 
 class _Inputs(NamedTuple):
     """Inputs that are read, and how they share scales. groups: whose scales are read. group: inputs
-    of each. order: as of GroupedWeight. of_each: int64, the group of each input that is read,
+    of each. order: as of PackedWeight. of_each: int64, the group of each input that is read,
     where neighbours are of any; None = they lie by group, in that order.
     """
 
@@ -257,7 +258,7 @@ class _Inputs(NamedTuple):
 
     def weight(
         self, codes: torch.Tensor, bits: int, scales: torch.Tensor, zeros: torch.Tensor | int
-    ) -> GroupedWeight:
+    ) -> PackedWeight:
         """Make the weight of the inputs that are read. codes: in the order in which they are
         stored; scales, zeros: `[rows, groups]`.
         """
@@ -268,7 +269,7 @@ class _Inputs(NamedTuple):
             group, scales = 1, scales[:, self.of_each]
             zeros = zeros[:, self.of_each] if isinstance(zeros, torch.Tensor) else zeros
         codes = codes[:, : -(-width * bits // 8)].contiguous()
-        return GroupedWeight(codes, width, bits, group, scales, zeros, order=self.order)
+        return PackedWeight(codes, width, bits, group, scales, zeros, order=self.order)
 
 
 def _inputs(form: GptqForm | PackedForm, stored: Stored, index: str) -> _Inputs:

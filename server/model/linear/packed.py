@@ -1,8 +1,8 @@
-"""Quantised matrices in memory: two layouts, into which checkpoints' forms are unpacked."""
+"""Quantised matrices in memory, in the layout into which checkpoints' forms are unpacked."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol, cast
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -10,72 +10,16 @@ import torch
 _CHUNK = 1 << 24
 
 
-class _Layout(Protocol):
-    @property
-    def shape(self) -> torch.Size: ...
-
-    def values(self, rows: slice) -> torch.Tensor: ...
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class Fp8Weight:
-    """FP8 weight with scales: `number * scale`. numbers: float8_e4m3fn `[out, in]`. scales: float32
-    `[ceil(out / rows), ceil(in / columns)]`, one for each block of so many rows and columns.
-    """
-
-    numbers: torch.Tensor
-    scales: torch.Tensor
-    block: tuple[int, int]
-
-    @property
-    def shape(self) -> torch.Size:
-        """Shape of the matrix, `[out_features, in_features]`."""
-        return self.numbers.shape
-
-    @property
-    def nbytes(self) -> int:
-        return self.numbers.nbytes + self.scales.nbytes
-
-    def cut(self, rows: slice, columns: slice) -> "Fp8Weight | None":
-        """Cut some rows and columns out; None where columns begin within a block."""
-        high, wide = self.block
-        outputs, inputs = self.shape
-        of_rows, of_columns = _groups(rows, high, outputs), _groups(columns, wide, inputs)
-        if of_columns is None:
-            return None
-        if of_rows is None:
-            return self.by_row().cut(rows, columns)
-        scales = self.scales[of_rows, of_columns]
-        return replace(self, numbers=self.numbers[rows, columns], scales=scales)
-
-    def to(self, device: torch.device) -> "Fp8Weight":
-        return replace(self, numbers=self.numbers.to(device), scales=self.scales.to(device))
-
-    def by_row(self) -> "Fp8Weight":
-        """Return the weight with scales of blocks of one row."""
-        rows, columns = self.block
-        scales = self.scales.repeat_interleave(rows, dim=0)[: len(self.numbers)]
-        return replace(self, scales=scales, block=(1, columns))
-
-    def values(self, rows: slice) -> torch.Tensor:
-        """Dequantise some rows, float32 `[rows, in]`."""
-        high, wide = self.block
-        blocks = torch.arange(rows.start, rows.stop, device=self.scales.device) // high
-        return self.numbers[rows].float() * _spread(self.scales[blocks], wide, self.shape[1])
-
-    def dequantised(self, out: torch.Tensor) -> torch.Tensor:
-        return _dequantised(self, out)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class GroupedWeight:
-    """Codes of 4 or 8 bits, of which `group` neighbours in a row share a scale: `table[code] *
-    scale`, or `(code - zero) * scale`.
+class PackedWeight:
+    """Quantised matrix `[out, in]`, in which `group` neighbours in a row, and `rows` rows, share a
+    scale: FP8 numbers times scales, or codes: `table[code] * scale`, or `(code - zero) * scale`.
 
     codes: uint8 `[out, ceil(in_features * bits / 8)]`, of two in a byte the first in the lower
-    bits. scales: `[out, groups]`, in the dtype of the checkpoint. zeros: uint8 `[out, groups]`, or
-    one for all. table: float32 `[16]`, in place of zeros. order: int64 `[in]`, the input that each
-    column of codes stands for; None = its own.
+    bits; of FP8 float8_e4m3fn `[out, in]`. bits: of a code, 4 or 8; 0 = FP8. scales: `[ceil(out /
+    rows), groups]`, in the dtype of the checkpoint; float32 of FP8. zeros: uint8 `[out, groups]`,
+    or one for all. table: float32 `[16]`, in place of zeros. order: int64 `[in]`, the input that
+    each column of codes stands for; None = its own. rows: 1 of all but FP8.
     """
 
     codes: torch.Tensor
@@ -86,6 +30,7 @@ class GroupedWeight:
     zeros: torch.Tensor | int = 0
     table: torch.Tensor | None = None
     order: torch.Tensor | None = None
+    rows: int = 1
 
     @property
     def shape(self) -> torch.Size:
@@ -94,61 +39,65 @@ class GroupedWeight:
 
     @property
     def nbytes(self) -> int:
-        tensors = (self.codes, self.scales, self.zeros, self.table, self.order)
-        return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
+        return sum(tensor.nbytes for tensor in self._tensors().values())
 
-    def to(self, device: torch.device) -> "GroupedWeight":
-        zeros = self.zeros
-        return replace(
-            self,
-            codes=self.codes.to(device),
-            scales=self.scales.to(device),
-            zeros=zeros.to(device) if isinstance(zeros, torch.Tensor) else zeros,
-            table=None if self.table is None else self.table.to(device),
-            order=None if self.order is None else self.order.to(device),
-        )
+    def _tensors(self) -> dict[str, Any]:
+        values = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return {name: value for name, value in values if isinstance(value, torch.Tensor)}
 
-    def cut(self, rows: slice, columns: slice) -> "GroupedWeight | None":
+    def to(self, device: torch.device) -> "PackedWeight":
+        return replace(self, **{name: of.to(device) for name, of in self._tensors().items()})
+
+    def by_row(self) -> "PackedWeight":
+        """Return the weight with scales of each row."""
+        scales = self.scales.repeat_interleave(self.rows, dim=0)[: len(self.codes)]
+        return replace(self, scales=scales, rows=1)
+
+    def cut(self, rows: slice, columns: slice) -> "PackedWeight | None":
         """Cut some rows and columns out; None where columns begin within a group, or are sorted."""
-        width = columns.stop - columns.start
-        if width == self.in_features:
-            groups, codes = slice(None), self.codes
-        else:
-            found = _groups(columns, self.group, self.in_features)
-            if self.order is not None or found is None or columns.start * self.bits % 8:
-                return None
-            groups = found
-            ends = columns.start * self.bits // 8, -(-columns.stop * self.bits // 8)
-            codes = self.codes[:, slice(*ends)]
+        width, bits = columns.stop - columns.start, self.bits or 8
+        groups = _groups(columns, self.group, self.in_features)
+        is_part = width < self.in_features
+        if groups is None or (is_part and (self.order is not None or columns.start * bits % 8)):
+            return None
+        of_rows = _groups(rows, self.rows, len(self.codes))
+        if of_rows is None:
+            return self.by_row().cut(rows, columns)
         zeros = self.zeros
         return replace(
             self,
-            codes=codes[rows],
+            codes=self.codes[rows, columns.start * bits // 8 : -(-columns.stop * bits // 8)],
             in_features=width,
-            scales=self.scales[rows, groups],
+            scales=self.scales[of_rows, groups],
             zeros=zeros[rows, groups] if isinstance(zeros, torch.Tensor) else zeros,
         )
 
     def values(self, rows: slice) -> torch.Tensor:
         """Dequantise some rows, float32 `[rows, in]`."""
         width = self.in_features
+        of_rows: slice | torch.Tensor = rows
+        if self.rows > 1:
+            every = torch.arange(rows.start, rows.stop, device=self.scales.device)
+            of_rows = every // self.rows
         codes = unpacked(self.codes[rows], self.bits)[:, :width]
         if self.table is not None:
             values = self.table[codes.int()]
         elif isinstance(self.zeros, torch.Tensor):
             values = codes.float() - _spread(self.zeros[rows].float(), self.group, width)
         else:
-            values = codes.float() - self.zeros
-        values *= _spread(self.scales[rows].float(), self.group, width)
+            values = codes.float() - self.zeros if self.zeros else codes.float()
+        values *= _spread(self.scales[of_rows].float(), self.group, width)
         if self.order is None:
             return values
         return torch.empty_like(values).index_copy_(1, self.order, values)
 
     def dequantised(self, out: torch.Tensor) -> torch.Tensor:
-        return _dequantised(self, out)
-
-
-PackedWeight = Fp8Weight | GroupedWeight
+        """Dequantise codes to `out`, `[out, in]`, rounded to its dtype once. Returns it."""
+        step = max(1, _CHUNK // max(self.in_features, 1))
+        for first in range(0, len(out), step):
+            rows = slice(first, min(first + step, len(out)))
+            out[rows].copy_(self.values(rows))
+        return out
 
 
 def _groups(features: slice, group: int, total: int) -> slice | None:
@@ -164,23 +113,8 @@ def joined(parts: Sequence[PackedWeight]) -> PackedWeight | None:
     """The matrix of all parts, one below the other; None where their layouts differ."""
     if len(parts) == 1:
         return parts[0]
-    if all(isinstance(part, Fp8Weight) for part in parts):
-        return _joined_fp8(cast(Sequence[Fp8Weight], parts))
-    if all(isinstance(part, GroupedWeight) for part in parts):
-        return _joined_groups(cast(Sequence[GroupedWeight], parts))
-    return None
-
-
-def _joined_fp8(parts: Sequence[Fp8Weight]) -> Fp8Weight | None:
-    rows = parts[0].block[0]
-    if any(part.block[0] != rows or part.shape[0] % rows for part in parts):
+    if any(part.rows != parts[0].rows or part.shape[0] % part.rows for part in parts):
         parts = [part.by_row() for part in parts]
-    if len({part.block for part in parts}) != 1:
-        return None
-    return Fp8Weight(_cat(parts, "numbers"), _cat(parts, "scales"), parts[0].block)
-
-
-def _joined_groups(parts: Sequence[GroupedWeight]) -> GroupedWeight | None:
     first = parts[0]
     same = all(
         (part.in_features, part.bits, part.group) == (first.in_features, first.bits, first.group)
@@ -191,17 +125,14 @@ def _joined_groups(parts: Sequence[GroupedWeight]) -> GroupedWeight | None:
     )
     if not same:
         return None
+    codes, scales = (torch.cat([getattr(part, of) for part in parts]) for of in ("codes", "scales"))
     zeros: torch.Tensor | int = first.zeros
     if any(isinstance(part.zeros, torch.Tensor) or part.zeros != zeros for part in parts):
         zeros = torch.cat([_zeros(part) for part in parts])
-    return replace(first, codes=_cat(parts, "codes"), scales=_cat(parts, "scales"), zeros=zeros)
+    return replace(first, codes=codes, scales=scales, zeros=zeros)
 
 
-def _cat(parts: Sequence[PackedWeight], name: str) -> torch.Tensor:
-    return torch.cat([getattr(part, name) for part in parts])
-
-
-def _zeros(part: GroupedWeight) -> torch.Tensor:
+def _zeros(part: PackedWeight) -> torch.Tensor:
     if isinstance(part.zeros, torch.Tensor):
         return part.zeros
     return torch.full_like(part.scales, part.zeros, dtype=torch.uint8)
@@ -214,8 +145,8 @@ def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 
 
 def unpacked(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Unpack codes: uint8 `[rows, n]` -> `[rows, n * 8 / bits]`."""
-    if bits == 8:
+    """Unpack codes: uint8 `[rows, n]` -> `[rows, 2 * n]` of 4 bits, else themselves."""
+    if bits != 4:
         return codes
     return torch.stack((codes & 0x0F, codes >> 4), dim=-1).flatten(-2)
 
@@ -233,17 +164,3 @@ def packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
 def _spread(of_groups: torch.Tensor, group: int, width: int) -> torch.Tensor:
     """Repeat each group's number for its inputs: `[rows, groups]` -> `[rows, width]`."""
     return of_groups.repeat_interleave(group, dim=1)[:, :width]
-
-
-def _dequantised(weight: _Layout, out: torch.Tensor) -> torch.Tensor:
-    """Dequantise codes to `out`, `[out, in]`, rounded to its dtype once. Returns it."""
-    for rows in _chunks(weight.shape):
-        out[rows].copy_(weight.values(rows))
-    return out
-
-
-def _chunks(shape: torch.Size) -> Iterator[slice]:
-    rows, width = shape
-    step = max(1, _CHUNK // max(width, 1))
-    for first in range(0, rows, step):
-        yield slice(first, min(first + step, rows))

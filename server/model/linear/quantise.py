@@ -3,7 +3,7 @@
 import torch
 
 from loraplex.server.kernels.linear.row_form import RowForm, quantise_reference
-from loraplex.server.model.linear.packed import Fp8Weight, GroupedWeight, PackedWeight, packed
+from loraplex.server.model.linear.packed import PackedWeight, packed
 from loraplex.server.model.quantisation.forms import FOUR_BIT_BLOCK, EightBitForm, WeightForm
 
 # QLoRA (Dettmers et al. 2023), appendix E: quantiles of the normal distribution, with an exact 0.
@@ -26,16 +26,16 @@ def quantise(weight: torch.Tensor, form: WeightForm) -> PackedWeight | None:
     return _to_nf4(weight) if weight.shape[1] % FOUR_BIT_BLOCK == 0 else None
 
 
-def _to_fp8(weight: torch.Tensor) -> Fp8Weight:
+def _to_fp8(weight: torch.Tensor) -> PackedWeight:
     """A scale for each output, by which the largest number becomes the largest of E4M3."""
     starts = range(0, len(weight), _ROWS)
     parts = [quantise_reference(weight[first : first + _ROWS], RowForm()) for first in starts]
     numbers = torch.cat([part.numbers for part in parts])
     scales = torch.cat([part.scales for part in parts], dim=1).T.contiguous()
-    return Fp8Weight(numbers, scales, (1, weight.shape[1]))
+    return PackedWeight(numbers, weight.shape[1], 0, weight.shape[1], scales)
 
 
-def _to_nf4(weight: torch.Tensor) -> GroupedWeight:
+def _to_nf4(weight: torch.Tensor) -> PackedWeight:
     """The nearest code of each number over the largest of its block; of two as near the lower."""
     outputs, inputs = weight.shape
     table = torch.tensor(NF4, device=weight.device)
@@ -49,4 +49,4 @@ def _to_nf4(weight: torch.Tensor) -> GroupedWeight:
         most = torch.where(scales[rows] > 0, scales[rows], 1.0)
         found = torch.bucketize(blocks / most.unsqueeze(2), limits)
         codes[rows] = packed(found.to(torch.uint8).flatten(1), 4)
-    return GroupedWeight(codes, inputs, 4, FOUR_BIT_BLOCK, scales, table=table)
+    return PackedWeight(codes, inputs, 4, FOUR_BIT_BLOCK, scales, table=table)

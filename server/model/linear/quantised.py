@@ -1,7 +1,7 @@
 """A quantised matrix of the base, and the ways to multiply with it."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -9,7 +9,7 @@ from loraplex.server.kernels.launch.configs import KernelConfigs, PackedConfig
 from loraplex.server.kernels.linear.matrix import PackedMatrix
 from loraplex.server.kernels.linear.split import split_of_codes, split_of_table
 from loraplex.server.model.linear.dense import DEFAULT, DenseLinear, Product, Way
-from loraplex.server.model.linear.packed import Fp8Weight, GroupedWeight, PackedWeight, unpacked
+from loraplex.server.model.linear.packed import PackedWeight, unpacked
 
 _LEAST_GROUP = 16
 # The zero of int8 in codes of 8 bits, whose numbers differ in that bit.
@@ -80,24 +80,12 @@ def matrix_of(weight: PackedWeight) -> PackedMatrix | None:
     """Return the weight as the kernels read it. None where they do not: groups of other than powers
     of two, rows that end within a group.
     """
-    if isinstance(weight, Fp8Weight):
-        group = _group(weight.block[1], weight.shape[1])
-        if group is None:
-            return None
-        if group == 0:
-            weight = weight.by_row()
-        rows = weight.block[0]
-        numbers = weight.numbers.view(torch.uint8)
-        return PackedMatrix(
-            numbers, weight.scales, _arrivals(numbers), weight.shape[1], 0, group, rows
-        )
-    return _matrix_of_codes(weight)
-
-
-def _matrix_of_codes(weight: GroupedWeight) -> PackedMatrix | None:
     inputs, group = weight.in_features, _group(weight.group, weight.in_features)
     if group is None:
         return None
+    if weight.bits == 0:
+        weight = weight if group else weight.by_row()
+        weight = replace(weight, codes=weight.codes.view(torch.uint8))
     codes, run, zeros = weight.codes, 0, weight.zeros
     if weight.bits == 8 and isinstance(zeros, int) and zeros == _SIGN:
         codes, zeros = (codes ^ _SIGN).view(torch.int8), 0
@@ -109,26 +97,12 @@ def _matrix_of_codes(weight: GroupedWeight) -> PackedMatrix | None:
             return None
         codes = in_runs(codes, run)
     order = None if weight.order is None else weight.order.int()
-    return PackedMatrix(
-        codes,
-        weight.scales,
-        _arrivals(codes),
-        inputs,
-        weight.bits,
-        group,
-        zeros=zeros,
-        table=weight.table,
-        order=order,
-        run=run,
-        split=_split(weight),
-    )
+    arrivals = torch.zeros(-(-len(codes) // 16), dtype=torch.int32, device=codes.device)
+    of_matrix = (codes, weight.scales, arrivals, inputs, weight.bits, group, weight.rows)
+    return PackedMatrix(*of_matrix, zeros, weight.table, order, run, _split(weight))
 
 
-def _arrivals(numbers: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(-(-len(numbers) // 16), dtype=torch.int32, device=numbers.device)
-
-
-def _split(weight: GroupedWeight) -> str:
+def _split(weight: PackedWeight) -> str:
     if weight.table is not None:
         values = weight.table.cpu().bfloat16().view(torch.uint8)
         return split_of_table(bytes(values.tolist()))

@@ -7,7 +7,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 import torch
 
-from loraplex.adapters.sharding import Shard, heads_of
+from loraplex.adapters.sharding import heads_of
 from loraplex.adapters.token_rows import new_ids_width, tokens_of_shard
 from loraplex.server.kernels.pointwise.shared_terms import SharedTerms
 from loraplex.server.model.devices.group import DeviceSum, Group
@@ -154,12 +154,13 @@ class GroupOps(Generic[P, L, Y]):
     def _normed(self, spec: AttentionSpec, qkv: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Norm q and k over the heads of all devices, in place. Returns qkv."""
         shard = self._group.shard
-        sizes = [_count(heads_of(n, shard)) for n in (spec.num_heads, spec.num_kv_heads)]
+        of_each = (heads_of(count, shard) for count in (spec.num_heads, spec.num_kv_heads))
+        sizes = [mine.stop - mine.start for mine in of_each]
         heads = qkv.view(len(qkv), -1, spec.head_dim)
         q, k, _ = (each.float() for each in heads.split([*sizes, sizes[1]], dim=1))
         squares = torch.stack([q.square().sum((1, 2)), k.square().sum((1, 2))])
         sums = self._group.sum(squares)
-        sums[1] /= _copies(spec, shard)
+        sums[1] /= max(1, shard.count // spec.num_kv_heads)  # devices that have the same keys
         places = heads.split([*sizes, sizes[1]], dim=1)
         of_all = zip(
             (q, k), weight.split(sizes, dim=-2), sums, (spec.q_size, spec.kv_size), strict=True
@@ -168,12 +169,3 @@ class GroupOps(Generic[P, L, Y]):
             factor = torch.rsqrt(squared / size + spec.qk_epsilon)[:, None, None]
             place.copy_(w * (x * factor).to(w.dtype))
         return qkv
-
-
-def _count(heads: slice) -> int:
-    return int(heads.stop - heads.start)
-
-
-def _copies(spec: AttentionSpec, shard: Shard) -> int:
-    """Devices that have the same keys."""
-    return max(1, shard.count // spec.num_kv_heads)

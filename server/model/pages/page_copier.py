@@ -163,13 +163,11 @@ class PageCopier:
         faults = {}
         for place in places:
             try:
-                act(copies.keys[place], self._pieces(copies.slots[place]))
+                slot = copies.slots[place]
+                act(copies.keys[place], [memoryview(of[slot].numpy()) for of in self._slots])
             except PageFault as fault:
                 faults[place] = str(fault)
         return faults
-
-    def _pieces(self, slot: int) -> list[memoryview]:
-        return [memoryview(slots[slot].numpy()) for slots in self._slots]
 
 
 def _drop(files: PageFiles, copies: PageCopies, places: Iterable[int]) -> dict[int, str]:

@@ -263,11 +263,8 @@ def packed_bytes(form: WeightForm, out_features: int, in_features: int) -> int:
         return out_features * in_features // 2 + wide * out_features * in_features // form.group
     wide = 4 if isinstance(form, EightBitForm) else 2
     return sum(
-        prod(tensor.shapes[0]) * (wide if tensor.dtypes >= FLOATS else _item_bytes(tensor.dtypes))
+        prod(tensor.shapes[0])
+        * (wide if tensor.dtypes >= FLOATS else 4 if tensor.dtypes == INT32 else 1)
         for tensor in form.tensors(out_features, in_features)
         if tensor.shapes and not tensor.optional
     )
-
-
-def _item_bytes(dtypes: frozenset[str]) -> int:
-    return 4 if dtypes == INT32 else 1

@@ -1,6 +1,7 @@
 """Draws on a GPU: by our kernels but for typical_p, after torch has applied the history's terms."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -44,8 +45,8 @@ class CudaDraws:
         typical, history = self._parameters.special(self._rows, rows.seq_rows, rows.lengths)
         drawn = torch.empty(len(rows), dtype=torch.int32, device=self._rows.device)
         for chosen, draw in (
-            (~(typical | history), self._raw),
-            (history & ~typical, self._with_history),
+            (~(typical | history), partial(self._draw, finite=True)),
+            (history & ~typical, partial(in_pieces, self._penalised)),
             (typical, self._others),
         ):
             if chosen.all():
@@ -55,12 +56,6 @@ class CudaDraws:
                 places = to_device(np.flatnonzero(chosen), self._rows.device)
                 drawn.index_copy_(0, places, found.to(drawn.dtype))
         return drawn
-
-    def _raw(self, rows: ToDraw) -> torch.Tensor:
-        return self._draw(rows, finite=True)
-
-    def _with_history(self, rows: ToDraw) -> torch.Tensor:
-        return in_pieces(self._penalised, rows)
 
     def _penalised(self, rows: ToDraw) -> torch.Tensor:
         scores = rows.logits[to_device(rows.which, self._rows.device)].float()

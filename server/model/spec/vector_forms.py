@@ -111,12 +111,14 @@ def vector_form(
     pooling = told or ("last" if model.is_decoder else "mean")
     if model.is_causal and pooling not in ("last", "mean"):
         raise ConfigError(f"--pooling {pooling} is of models whose tokens see all others")
-    pools = files is not None and files.pooling is not None
+    normalises = wishes.normalises
+    if normalises is None:
+        normalises = files is None or files.pooling is None or files.normalises
     return VectorForm(
         size=model.output_size if files is None else files.size(model.output_size),
         max_tokens=most,
         pooling=pooling,
-        normalises=_first(wishes.normalises, files.normalises if files and pools else True),
+        normalises=normalises,
         prompts=prompts,
         default_prompt=default,
     )
@@ -132,10 +134,6 @@ def _prompts(texts: Sequence[str]) -> dict[str, str]:
             raise ConfigError(f"--prompt: expected NAME=TEXT, {most}, got {text[:60]!r}")
         found[name] = prompt
     return found
-
-
-def _first(wish: bool | None, usual: bool) -> bool:
-    return usual if wish is None else wish
 
 
 def pair_form(

@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Executor
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from loraplex.adapters.common.recent import Recent
@@ -103,8 +104,9 @@ class AdapterService:
         """Answer with AdapterStates; the last is `ready` or `failed`, and there is always one."""
 
         flight = _Flight((frame.ref, frame.expected_digest), _fingerprint(frame.token))
+        work = partial(self._admitted, frame)
         if self._accepts(frame.load_id, check_load(frame), report):
-            self._board(flight, frame.load_id, report, lambda: self._fly_load(flight, frame))
+            self._board(flight, frame.load_id, report, lambda: self._fly(flight, work))
 
     def merge(self, frame: AdapterMerge, report: Report) -> None:
         """Merge adapters, and report the result as `load` does."""
@@ -144,13 +146,10 @@ class AdapterService:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _fly_load(self, flight: _Flight, frame: AdapterLoad) -> None:
-        await self._fly(flight, lambda progress: self._admitted(frame, progress))
-
     async def _fly_merge(self, flight: _Flight, frame: AdapterMerge) -> None:
         self._merges += 1
         try:
-            await self._fly(flight, lambda progress: self._merged(frame, progress))
+            await self._fly(flight, partial(self._merged, frame))
         finally:
             self._merges -= 1
 

@@ -66,7 +66,9 @@ def choose_sizes(
     # A packed adapter has the parts of all devices.
     beside = max(min(adapters * config.tp, host_bytes // _GPU_HOST_SHARE), _CPU_HOST_ADAPTERS)
     on_host = beside if on_gpu else _CPU_HOST_ADAPTERS
-    running, step_tokens = _load(gpu_bytes) if on_gpu else (_CPU_RUNNING, _CPU_STEP_TOKENS)
+    running, step_tokens = _CPU_RUNNING, _CPU_STEP_TOKENS
+    if on_gpu:
+        running, step_tokens = next(of for least, *of in _GPU_LOADS if gpu_bytes >= least)
     few = _FEW.get(config.mode)
     if few is not None:
         running, step_tokens = few, min(step_tokens, _FEW_STEP_TOKENS)
@@ -94,10 +96,6 @@ def choose_sizes(
 def _snapshots(running: int, memory: int, state_bytes: int) -> int:
     most = max(_FEW_SNAPSHOTS, _SNAPSHOTS_EACH * running) * state_bytes
     return min(most, memory // _SNAPSHOTS_SHARE)
-
-
-def _load(gpu_bytes: int) -> tuple[int, int]:
-    return next((rows, tokens) for least, rows, tokens in _GPU_LOADS if gpu_bytes >= least)
 
 
 def choose_dtype(

@@ -131,13 +131,9 @@ def _read_qwen_kinds(fields: Fields, sizes: ModelSizes) -> list[str]:
     return family.read_mixed_kinds(fields, sizes, kinds, _LINEAR)
 
 
-def _qwen_norm(path: str, size: int, sizes: ModelSizes) -> NormSpec:
-    return NormSpec(path, size, sizes.epsilon, offset=1.0)
-
-
 def _qwen_layer(sizes: ModelSizes, mixer: Mixer, branches: tuple[FeedForward, ...]) -> LayerSpec:
     before, behind = (
-        _qwen_norm(path, sizes.hidden, sizes)
+        NormSpec(path, sizes.hidden, sizes.epsilon, offset=1.0)
         for path in ("input_layernorm", "post_attention_layernorm")
     )
     return LayerSpec((StepSpec((mixer,), before), StepSpec(branches, behind)))

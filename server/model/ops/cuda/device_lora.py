@@ -1,6 +1,6 @@
 """LoRA of one batch on a GPU: its regime, and what the batch owns of device memory for it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -22,37 +22,6 @@ _DOWN_SPLIT = 16
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceLora:
-    """Adapters of a batch, for kernels that go through tiles of rows with one adapter.
-
-    slots: int32 `[tokens]`, -1 = no adapter. segments: the tiles. workspace: what shrink leaves for
-    expand. phase: which launch parameters apply. strategies: the regime's, by role. reach:
-    the most that the adapters may change in layers. vectors: of what they do to the base's own
-    products; None = nothing. model_sites: whether an adapter may change the embedding or the head;
-    own: tokens whose adapters have rows of their own there, or norms.
-    """
-
-    slots: torch.Tensor
-    segments: Segments
-    workspace: Workspace
-    phase: Phase
-    strategies: Strategies
-    reach: Reach
-    vectors: VectorTable | None
-    model_sites: bool
-    own: tuple[OwnSegment, ...]
-
-    @property
-    def expert_sites(self) -> bool:
-        """Whether an adapter may change experts."""
-        return self.reach >= Reach.EXPERTS
-
-    def route(self, table: LoraTable) -> None:
-        """Find the tiles of the slots as they are now. A captured step begins with this."""
-        route(self.slots, self.segments, table)
-
-
-@dataclass(frozen=True, slots=True)
 class FusedKernel:
     """Parts that linears of few tokens need for LoRA in their own kernel.
 
@@ -64,22 +33,41 @@ class FusedKernel:
 
 
 @dataclass(frozen=True, slots=True)
-class FusedLora(DeviceLora):
-    """Regime FUSED. The embedding and the head alone go through tiles."""
+class DeviceLora:
+    """Adapters of a batch, for kernels that go through tiles of rows with one adapter.
 
-    kernel: FusedKernel
+    slots: int32 `[tokens]`, -1 = no adapter. segments: the tiles. workspace: what shrink leaves for
+    expand. phase: which launch parameters apply. strategies: the regime's, by role. reach:
+    the most that the adapters may change in layers. vectors: of what they do to the base's own
+    products; None = nothing. model_sites: whether an adapter may change the embedding or the head;
+    own: tokens whose adapters have rows of their own there, or norms. kernel: of the regime FUSED,
+    in which the embedding and the head alone go through tiles. down: of SHRINKING_PREFILL, where
+    the activation leaves what shrink would for down.
+    """
+
+    slots: torch.Tensor
+    segments: Segments
+    workspace: Workspace
+    phase: Phase
+    strategies: Strategies
+    reach: Reach
+    vectors: VectorTable | None
+    model_sites: bool
+    own: tuple[OwnSegment, ...]
+    kernel: FusedKernel | None = None
+    down: Workspace | None = None
+
+    @property
+    def expert_sites(self) -> bool:
+        """Whether an adapter may change experts."""
+        return self.reach >= Reach.EXPERTS
 
     def route(self, table: LoraTable) -> None:
-        stack_rows(self.slots, self.kernel.stack, table)
-        if self.model_sites:
+        """Find the tiles of the slots as they are now. A captured step begins with this."""
+        if self.kernel is not None:
+            stack_rows(self.slots, self.kernel.stack, table)
+        if self.kernel is None or self.model_sites:
             route(self.slots, self.segments, table)
-
-
-@dataclass(frozen=True, slots=True)
-class ShrinkingLora(DeviceLora):
-    """Regime SHRINKING_PREFILL. down: where the activation leaves what shrink would for down."""
-
-    down: Workspace
 
 
 def fused_kernel(
@@ -196,36 +184,23 @@ class LoraBatches:
         vectors = self._table.vector_table if outputs else None
         if self._consumers.fused and not outputs:
             kernel = fused_kernel(configs, tokens, sites, self._dtype, self._device)
-        if kernel is not None:
-            strategies = self._consumers.strategies(Regime.FUSED, tokens)
-            context = (slots, segments, workspace, phase, strategies, reach)
-            return FusedLora(*context, vectors, model_sites, own, kernel)
-        regime = lora_strategy.regime_of(tokens, decodes=decodes, captured=captured)
-        norms = reach is Reach.NORMS
-        strategies = self._consumers.strategies(regime, tokens, norms=norms)
+        regime = Regime.FUSED
+        if kernel is None:
+            regime = lora_strategy.regime_of(tokens, decodes=decodes, captured=captured)
+        strategies = self._consumers.strategies(regime, tokens, norms=reach is Reach.NORMS)
         context = (slots, segments, workspace, phase, strategies, reach)
-        return DeviceLora(*context, vectors, model_sites, own)
+        return DeviceLora(*context, vectors, model_sites, own, kernel)
 
     def _segments(self, tokens: int, phase: Phase) -> Segments:
         known, size = self._table.device_table.num_slots, self._configs.tile_rows(phase, tokens)
         shared = self._consumers.share_tiles and lora_strategy.shares_tiles(tokens)
         return allocate_segments(tokens, size, known, self._device, shared=shared)
 
-    def _shrinking(self, lora: DeviceLora, block: int) -> ShrinkingLora:
+    def _shrinking(self, lora: DeviceLora, block: int) -> DeviceLora:
         """Return the same batch for adapters whose ranks fit `block`."""
         regime, norms = Regime.SHRINKING_PREFILL, lora.reach is Reach.NORMS
-        return ShrinkingLora(
-            lora.slots,
-            lora.segments,
-            lora.workspace,
-            lora.phase,
-            self._consumers.strategies(regime, len(lora.slots), norms=norms),
-            lora.reach,
-            lora.vectors,
-            lora.model_sites,
-            lora.own,
-            self._down[block],
-        )
+        strategies = self._consumers.strategies(regime, len(lora.slots), norms=norms)
+        return replace(lora, strategies=strategies, down=self._down[block])
 
 
 def _can_shrink(lora: DeviceLora) -> bool:

@@ -12,7 +12,7 @@ from loraplex.server.kernels.moe.tiles import ExpertTiles
 from loraplex.server.kernels.pointwise.gated import ExpertActivation, gated
 from loraplex.server.model.linear.experts import ExpertsLinear, MoeWeights
 from loraplex.server.model.lora.lora import AdapterTable
-from loraplex.server.model.lora.sites import BranchSites, Site
+from loraplex.server.model.lora.sites import BranchSites
 from loraplex.server.model.ops import pointwise
 from loraplex.server.model.ops.cuda.device_lora import DeviceLora
 from loraplex.server.model.ops.cuda.lora_linear import ByExperts
@@ -49,12 +49,11 @@ class Experts:
         if lora is None:
             inner = self._product(x, weights.gate_up, cut, activation)
             return ByExperts(self._product(inner, weights.down, cut), shares)
-        of_gate_up, of_down = (self._lora_at(site, lora) for site in sites)
+        of_gate_up, of_down = (
+            ExpertLora(self._table, site.number, site.out_features, lora.slots) for site in sites
+        )
         inner = self._activated_adapted(x, weights.gate_up, cut, of_gate_up, activation)
         return ByExperts(self._adapted(inner, weights.down, cut, of_down), shares)
-
-    def _lora_at(self, site: Site, lora: DeviceLora) -> ExpertLora:
-        return ExpertLora(self._table, site.number, site.out_features, lora.slots)
 
     def _product(
         self,

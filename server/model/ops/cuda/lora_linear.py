@@ -20,7 +20,7 @@ from loraplex.server.kernels.pointwise.shared_terms import SharedTerms
 from loraplex.server.model.linear.dense import DenseLinear
 from loraplex.server.model.linear.linear import Linear
 from loraplex.server.model.lora.sites import Site
-from loraplex.server.model.ops.cuda.device_lora import DeviceLora, FusedLora, ShrinkingLora
+from loraplex.server.model.ops.cuda.device_lora import DeviceLora
 from loraplex.server.model.ops.cuda.lora_strategy import Strategy
 from loraplex.server.model.ops.cuda.products import Products
 from loraplex.server.model.ops.pointwise import wide_logits
@@ -58,23 +58,14 @@ class Unsummed:
 @dataclass(frozen=True, slots=True)
 class Deferred:
     """Product whose LoRA is still to be expanded. y: `[tokens, out]` of the base; lora: what its
-    consumer expands, with launch parameters of this phase.
+    consumer expands, with launch parameters of this phase. shrunk: where the consumer leaves its
+    result shrunk for the next site; None = nowhere.
     """
 
     y: torch.Tensor
     lora: PendingLora
     phase: Phase
-
-
-@dataclass(frozen=True, slots=True)
-class DeferredShrinkNext:
-    """Product like Deferred, whose consumer also shrinks its result for the next site, into
-    `shrunk`.
-    """
-
-    y: torch.Tensor
-    lora: PendingLora
-    shrunk: Workspace
+    shrunk: Workspace | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +84,7 @@ class ByExperts:
 
 
 # What a linear, or a layer's experts, leave to the operation that takes the output.
-LinearOutput = Ready | WithDelta | Unsummed | Deferred | DeferredShrinkNext | ByExperts
+LinearOutput = Ready | WithDelta | Unsummed | Deferred | ByExperts
 
 
 class Gemm(NamedTuple):
@@ -128,14 +119,14 @@ class LoraLinear:
             case Strategy.DELTA:
                 return self._delta(gemm, lora, site, delta)
             case Strategy.DELTA_OF_SHRUNK:
-                return self._delta_of_shrunk(gemm, lora, site)
+                return self._delta(gemm, lora, site, None, _down(lora))
             case Strategy.IN_PLACE:
                 return self._in_place(gemm, lora, site)
             case Strategy.DEFER:
                 return Deferred(gemm.y, self._deferred(gemm, lora, site), lora.phase)
             case Strategy.DEFER_AND_SHRINK_NEXT:
-                pending, down = self._deferred(gemm, lora, site), _shrinking(lora).down
-                return DeferredShrinkNext(gemm.y, pending, down)
+                pending = self._deferred(gemm, lora, site)
+                return Deferred(gemm.y, pending, lora.phase, _down(lora))
             case strategy:
                 assert_never(strategy)
 
@@ -171,9 +162,9 @@ class LoraLinear:
     # ---- strategies
 
     def _fused(self, gemm: Gemm, lora: DeviceLora, site: Site) -> Ready:
-        if not isinstance(lora, FusedLora):
-            raise TypeError("a batch without a fused kernel")
         kernel, base = lora.kernel, gemm.linear
+        if kernel is None:
+            raise TypeError("a batch without a fused kernel")
         if not isinstance(base, DenseLinear):
             raise TypeError("quantised linears have no kernel with LoRA in it")
         low_rank = SkinnyLora(
@@ -183,18 +174,19 @@ class LoraLinear:
         return Ready(gemm.y)
 
     def _delta(
-        self, gemm: Gemm, lora: DeviceLora, site: Site, delta: torch.Tensor | None
+        self,
+        gemm: Gemm,
+        lora: DeviceLora,
+        site: Site,
+        delta: torch.Tensor | None,
+        shrunk: Workspace | None = None,
     ) -> WithDelta:
+        """shrunk: what the activation before has left; None = shrink comes first."""
         with self._beside(gemm, lora, site):
-            self._shrink(gemm.x, lora, site, after_input=lora.phase != "prefill")
+            if shrunk is None:
+                self._shrink(gemm.x, lora, site, after_input=lora.phase != "prefill")
             delta = torch.empty_like(gemm.y) if delta is None else delta
-            self._expand(delta, lora, site, lora.workspace, accumulate=False)
-        return WithDelta(gemm.y, PendingDelta(self._table, site.number, lora.slots, delta))
-
-    def _delta_of_shrunk(self, gemm: Gemm, lora: DeviceLora, site: Site) -> WithDelta:
-        with self._beside(gemm, lora, site):
-            delta = torch.empty_like(gemm.y)
-            self._expand(delta, lora, site, _shrinking(lora).down, accumulate=False)
+            self._expand(delta, lora, site, shrunk or lora.workspace, accumulate=False)
         return WithDelta(gemm.y, PendingDelta(self._table, site.number, lora.slots, delta))
 
     def _in_place(self, gemm: Gemm, lora: DeviceLora, site: Site) -> Ready:
@@ -252,7 +244,7 @@ def _scale(y: torch.Tensor, lora: DeviceLora, site: Site) -> None:
         scale_outputs(y, lora.slots, lora.vectors, site.number)
 
 
-def _shrinking(lora: DeviceLora) -> ShrinkingLora:
-    if not isinstance(lora, ShrinkingLora):
+def _down(lora: DeviceLora) -> Workspace:
+    if lora.down is None:
         raise TypeError("a batch whose activation does not shrink")
-    return lora
+    return lora.down

@@ -47,7 +47,6 @@ from loraplex.server.model.ops.cuda.latents_cuda import AbsorbedProducts, Unfold
 from loraplex.server.model.ops.cuda.lora_linear import (
     ByExperts,
     Deferred,
-    DeferredShrinkNext,
     Gemm,
     LinearOutput,
     LoraLinear,
@@ -335,7 +334,7 @@ class CudaOps:
             case Unsummed():
                 terms, pending = delta.terms, delta.delta
                 return sum_norm(terms, pending, *rule, programmatic_launch=early), hidden
-            case Deferred() | DeferredShrinkNext():
+            case Deferred():
                 raise TypeError("the norm expands no LoRA")
             case _:
                 assert_never(delta)
@@ -376,8 +375,8 @@ class CudaOps:
                 delta = qkv.delta
             case Deferred():  # decodes read the sum that the rotation leaves in y
                 q = self._expand_and_rotate(plan, layer, qkv, qk_norm)
-            case DeferredShrinkNext() | ByExperts() | Unsummed():
-                raise TypeError("attention shrinks for no site, and sums nothing")
+            case ByExperts() | Unsummed():
+                raise TypeError("attention sums nothing")
             case _:
                 assert_never(qkv)
         if attention.decode is not None:
@@ -519,12 +518,11 @@ class CudaOps:
                 return self._noted(
                     gated(y, delta, activation, rounding, programmatic_launch=early), rounding
                 )
-            case Deferred():
-                config = configs.fused(gate_up.phase, len(y))
-                return gated_lora(y, gate_up.lora, config, activation)
-            case DeferredShrinkNext():
+            case Deferred(shrunk=shrunk):
                 config = configs.fused_shrink(len(y))
-                return gated_lora(y, gate_up.lora, config, activation, gate_up.shrunk)
+                if shrunk is None:
+                    config = configs.fused(gate_up.phase, len(y))
+                return gated_lora(y, gate_up.lora, config, activation, shrunk)
             case ByExperts() | Unsummed():
                 raise TypeError("an activation sums nothing")
             case _:

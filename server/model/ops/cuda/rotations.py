@@ -5,12 +5,7 @@ import torch
 from loraplex.server.kernels.attention.rotation import Rotation
 from loraplex.server.model.ops.ops import StepLayout
 from loraplex.server.model.ops.rope import cos_sin, inverse_frequencies, sections_of
-from loraplex.server.model.spec.model_spec import (
-    AttentionSpec,
-    ModelSpec,
-    PositionScale,
-    RopeSpec,
-)
+from loraplex.server.model.spec.model_spec import ModelSpec, PositionScale, RopeSpec
 
 
 class Rotations:
@@ -25,7 +20,8 @@ class Rotations:
         self._first_long = None if model.short_context is None else max_context
         self._sections = sections_of(model, device)
         self._of_step = 0 if self._sections is None else max_tokens
-        kinds = {layer: _kind(attention) for layer, attention in model.attentions.items()}
+        attentions = model.attentions.items()
+        kinds = {layer: (of.head_dim, of.rope, of.q_scale) for layer, of in attentions}
         made = {kind: self._rotation(*kind) for kind in set(kinds.values())}
         self._by_layer = {layer: made[kind] for layer, kind in kinds.items()}
         self._turned = [
@@ -92,7 +88,3 @@ class Rotations:
 def _angles(places: torch.Tensor, inv_freq: torch.Tensor, rope: RopeSpec) -> torch.Tensor:
     """Compute cos and sin, float32 `[tokens, 2 n]`. places, inv_freq: as of `cos_sin`."""
     return torch.cat(cos_sin(places, inv_freq, rope.attention_factor), dim=-1).squeeze(1)
-
-
-def _kind(attention: AttentionSpec) -> tuple[int, RopeSpec | None, PositionScale | None]:
-    return attention.head_dim, attention.rope, attention.q_scale

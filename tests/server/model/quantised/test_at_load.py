@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from loraplex.server.config import AtLoad, ConfigError
 from loraplex.server.kernels.linear.matrix import PackedMatrix
 from loraplex.server.model.checkpoint.checkpoint import read_config
-from loraplex.server.model.linear.packed import Fp8Weight, GroupedWeight, PackedWeight
+from loraplex.server.model.linear.packed import PackedWeight
 from loraplex.server.model.linear.quantise import NF4, quantise
 from loraplex.server.model.spec.served_as import form_at_load, served_as
 from loraplex.server.model.weights import load_weights
@@ -62,7 +62,8 @@ def test_fp8_is_the_nearest_of_its_scale() -> None:
     weight = torch.randn(2050, 96) * torch.rand(2050, 1) * 10
     weight[5] = 0
     found = quantised(weight, "fp8")
-    assert isinstance(found, Fp8Weight)
+    assert found is not None
+    assert found.bits == 0
     assert found.scales.shape == (2050, 1)
     back = found.dequantised(torch.empty(weight.shape))
     assert torch.equal(back[5], weight[5])
@@ -92,7 +93,9 @@ ADAPTED_KIN = [name for name, row in KIN.items() if row.is_adapted and not row.o
 
 def test_shapes_that_a_scheme_does_not_take_stay_as_they_are() -> None:
     assert quantised(torch.randn(4, 96), "nf4") is None
-    assert isinstance(quantised(torch.randn(4, 128), "nf4"), GroupedWeight)
+    found = quantised(torch.randn(4, 128), "nf4")
+    assert found is not None
+    assert found.bits == 4
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "nf4"])

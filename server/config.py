@@ -30,9 +30,7 @@ _DRAFTING_DECODES = 16
 
 
 def set_unset_variables(values: Mapping[str, str]) -> None:
-    """Set variables of this process's environment, unless they are set, for libraries that read
-    them.
-    """
+    """Set variables of this process's environment that are not set, for libraries."""
     for name, value in values.items():
         os.environ.setdefault(name, value)
 

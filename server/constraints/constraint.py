@@ -258,9 +258,7 @@ class Constraint:
         return end is None or bool(int(own[end >> 5]) >> (end & 31) & 1)
 
     def _permitted(self, token_ids: list[int]) -> list[int]:
-        """Return the first tokens to come that no rule but the grammar forbids, and that do not end
-        the output.
-        """
+        """The first tokens to come that no other rule forbids, and that do not end the output."""
         rules, known, watches = self._rules, [*self._last], [*map(copy, self._watches)]
         count = len(known)
         known += takewhile(lambda token_id: token_id not in rules.ends, token_ids)
@@ -314,9 +312,7 @@ class Constraint:
 
 
 def _check_kind(error: BaseException) -> None:
-    """Raise `error` again unless it comes from a matcher. Panics of llguidance are not
-    Exceptions.
-    """
+    """Raise `error` again unless a matcher raised it. llguidance's panics are no Exceptions."""
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
         raise error
 

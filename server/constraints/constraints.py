@@ -416,9 +416,7 @@ class Constraints:
 def make_constraints(
     config: ServedGrammarLimits, limits: ExecutorLimits, load: Callable[[], Vocabulary]
 ) -> Constraints:
-    """Make the worker's constraints. load: makes the model's vocabulary; where it has none,
-    grammars are refused.
-    """
+    """Make the constraints. load: makes the vocabulary, without which grammars are refused."""
 
     def begin() -> Vocabulary:
         start_problem(CHECKER)  # the log says it before the first request

@@ -37,9 +37,7 @@ def receive_frame(sock: socket.socket) -> bytes | None:
 
 
 def _receive_exactly(sock: socket.socket, count: int) -> bytes | None:
-    """Read exactly `count` bytes; None if the peer has closed before the first byte of a non-empty
-    read.
-    """
+    """Read exactly `count` bytes; None if the peer closed before the first of them."""
     buffer = bytearray(count)
     view, filled = memoryview(buffer), 0
     while filled < count:

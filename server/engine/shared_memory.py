@@ -74,9 +74,7 @@ class HostMemory:
         os.posix_fallocate(self.fd, begin, nbytes)
 
     def give_back(self, begin: int, nbytes: int) -> None:
-        """Give a range's memory back to the machine, which may forget what is there. begin: of a
-        page.
-        """
+        """Give a range, from a page on, back to the machine, which may forget what is there."""
         memory = self.view.obj
         assert isinstance(memory, mmap.mmap)
         with suppress(OSError):  # a system that cannot keeps it for the next use

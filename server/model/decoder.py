@@ -232,9 +232,7 @@ class Decoder(Generic[P, L, Y]):
         embedded: Embedded | None = None,
         pictured: Pictured | None = None,
     ) -> tuple[torch.Tensor, Stream]:
-        """Compute a step up to the result of the last mixer that writes. Returns that result, and
-        the stream.
-        """
+        """Compute a step up to what the last mixer that writes gives: that, and the stream."""
         normed, stream = self.begin(token_ids, plan.positions, lora, embedded, pictured)
         for number in range(self.last_writer + 1):
             mixed = self._mixed(plan, number, normed, lora)
@@ -520,9 +518,7 @@ class Decoder(Generic[P, L, Y]):
     def _with_own(
         self, normed: torch.Tensor, hidden: torch.Tensor, lora: L | None, place: int, norm: Norm
     ) -> torch.Tensor:
-        """Norm again where adapters have a weight or a bias of their own. place: as `norm_place`
-        numbers it.
-        """
+        """Norm again where adapters have a norm of their own. place: as of `norm_place`."""
         if lora is not None:
             self.ops.norm_own(normed, hidden, lora, place, norm)
         return normed

@@ -339,9 +339,7 @@ class TorchExecutor:
     def _compute(
         self, step: Step, captured: bool, meanwhile: Callable[[], None] | None
     ) -> StepTicket:
-        """Launch the computing of a step up to its draws. captured: whether a graph computes it;
-        else it is padded.
-        """
+        """Launch a step up to its draws. captured: a graph computes it; else it is padded."""
         ops, sizes = self._decoder.ops, self._row_sizes
         token_ids = self._rows.tokens[step.layout.token_rows, step.layout.positions].long()
         scored = _scored(step, self._rows)

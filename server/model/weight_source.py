@@ -23,12 +23,7 @@ from loraplex.server.model.linear.packed import PackedWeight, joined
 from loraplex.server.model.linear.quantise import quantise
 from loraplex.server.model.linear.quantised import QuantisedLinear, matrix_of
 from loraplex.server.model.linear.rounded import of_rounded_inputs
-from loraplex.server.model.quantisation.forms import (
-    INPUT_SCALES,
-    InputForm,
-    WeightForm,
-    input_form,
-)
+from loraplex.server.model.quantisation.forms import INPUT_SCALES, InputForm, WeightForm, input_form
 from loraplex.server.model.spec.linear_spec import BOUNDS, LinearSpec
 from loraplex.server.model.spec.model_spec import layer_path
 
@@ -170,9 +165,7 @@ class WeightSource:
         return make(shape, dtype=self.dtype, device=self.device)
 
     def _matrix(self, parts: Sequence[tuple[str, Cut]]) -> PackedMatrix | None:
-        """The matrix of quantised modules, one below the other; None where the kernels cannot read
-        it.
-        """
+        """Quantised modules, one below the other; None where kernels cannot read them."""
         found = [self.packed_part(path, cut) for path, cut in parts]
         cut = [part for part in found if part is not None]
         whole = joined(cut) if len(cut) == len(found) else None

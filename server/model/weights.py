@@ -385,9 +385,7 @@ def _load_pool(source: WeightSource, spec: PoolSpec | None) -> PoolWeights | Non
 
 
 def _load_dense(folder: Path, device: torch.device) -> tuple[VectorDense, ...]:
-    """Read the products of sentence-transformers' modules, which files of their own hold. Raises
-    CheckpointError.
-    """
+    """Read sentence-transformers' products, of files of their own. Raises CheckpointError."""
     found = []
     for form in dense_forms(folder):
         path = folder / form.path / DENSE_WEIGHTS

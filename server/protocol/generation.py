@@ -192,9 +192,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, tag="gr"):
 
     @property
     def acting(self) -> str | None:
-        """Digest under which the adapter acts, as the function `acting` makes it; None for the
-        base.
-        """
+        """Digest under which the adapter acts, as of `acting`; None for the base."""
         return None if self.adapter is None else acting(self.adapter, self.adapter_scale)
 
 

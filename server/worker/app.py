@@ -19,9 +19,7 @@ _RETRY = {"Retry-After": "1"}
 
 
 class WorkerApp:
-    """Routes. `/card`, `/uploads`, `/pictures` and `/connect` need the secret; health and metrics
-    show no secrets.
-    """
+    """Routes. Those of routers need the secret; health and metrics show no secrets."""
 
     def __init__(self, worker: Worker, secret: str, uploads: UploadFace) -> None:
         self._worker = worker
@@ -31,9 +29,7 @@ class WorkerApp:
         self._next_number = 0
 
     def build(self, *watched_ports: int) -> ASGIApp:
-        """Build the worker's HTTP application. watched_ports: those with health and
-        metrics alone.
-        """
+        """Build the application. watched_ports: those with health and metrics alone."""
         open_to_all = [
             Route("/health/live", self.live),
             Route("/health/ready", self.ready),

@@ -56,9 +56,7 @@ def _kept_pages(ready: EngineReady, stats: EngineStats) -> Iterator[KeptPages]:
 
 
 class Inspector:
-    """Keep a picture of the worker for routers. `picture` answers a router; the other methods hear
-    of what happens.
-    """
+    """A picture of the worker, which `picture` gives; other methods hear what happens."""
 
     def __init__(self, tier: HostTier, orders: AdapterOrders) -> None:
         self._tier = tier

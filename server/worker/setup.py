@@ -233,9 +233,7 @@ def engine_config(
     dtype: SlabDtype,
     model: ModelSpec,
 ) -> EngineConfig:
-    """The engine's settings on this machine. folder: the model's. model: each device's part.
-    Raises WorkerStartError.
-    """
+    """The engine's settings here. folder: the model's. model: a device's part."""
     states = state_bytes(model, dtype)
     sizes = choose_sizes(config, device.kind, device.memory_bytes, host_bytes(), states)
     extent_bytes = choose_extent_bytes(base, dtype, sizes.adapter_memory)

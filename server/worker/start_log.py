@@ -17,9 +17,7 @@ class StartLog:
         self._said = ("", now - _INTERVAL_S)
 
     def line(self, progress: StartProgress, now: float) -> str | None:
-        """Return a line for the log at each new stage, and again while one takes long;
-        else None.
-        """
+        """A line for the log at each new stage, and again while one takes long; else None."""
         self.progress = progress
         stage, at = self._said
         if now - self._begun < _QUIET_S:

@@ -70,12 +70,7 @@ from loraplex.server.worker.sequences import (
     weigh,
 )
 from loraplex.server.worker.start_log import StartLog
-from loraplex.server.worker.validation import (
-    check_digests,
-    check_id,
-    check_name,
-    check_request,
-)
+from loraplex.server.worker.validation import check_digests, check_id, check_name, check_request
 
 log = logging.getLogger(__name__)
 
@@ -336,9 +331,7 @@ class Worker:
                 self.pictures.ended(key)
 
     def engine_lost(self, reason: str, from_outside: bool = False) -> None:
-        """End each of the engine's sequences with one terminal event; routers try again
-        elsewhere.
-        """
+        """End the engine's sequences with one terminal event each; routers try elsewhere."""
         evidence = self._evidence(from_outside)
         self._start = StartLog(time.monotonic())
         self._staging.engine_lost()

@@ -25,9 +25,7 @@ _Answers = tuple[GrowingPlaces, ...]  # for each window
 
 
 class DraftSource:
-    """Keep answers, and propose drafts from them. max_bytes: of the answers that it keeps, over all
-    owners.
-    """
+    """Keep answers, and propose drafts from them. max_bytes: of all answers that it keeps."""
 
     TOKEN_BYTES = len(WINDOWS) * GrowingPlaces.BYTES
 
@@ -37,9 +35,7 @@ class DraftSource:
         self._kept: OrderedDict[DraftOwner, _Answers] = OrderedDict()  # the latest used last
 
     def open(self, owner: DraftOwner, token_ids: Sequence[int]) -> "Drafts":
-        """Open the drafts of one sequence. token_ids: the prompt, and what is known of
-        the answer.
-        """
+        """Open one sequence's drafts. token_ids: its prompt, and the answer so far."""
         return Drafts(self, owner, token_ids)
 
     def drop(self, digest: str) -> None:
@@ -110,9 +106,7 @@ class Drafts:
         return NO_DRAFT
 
     def _places(self, index: int, sought: int) -> list[Place]:
-        """Find places where the sought context occurred before, the sequence's own first. index: of
-        the window.
-        """
+        """Places of the sought context before, the sequence's own first. index: of the window."""
         found = self._answer[index].after(sought, VOTERS)
         if len(found) < VOTERS:
             found += self._prompt[index].after(sought, VOTERS - len(found))

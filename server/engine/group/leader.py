@@ -55,9 +55,7 @@ class GroupExecutor(Generic[T]):
     """
 
     def __init__(self, executor: GroupMember[T], links: Sequence[socket.socket]) -> None:
-        """Take the links, and start a thread that reads each. links: stream sockets to the other
-        processes.
-        """
+        """Start a thread that reads each link: stream sockets to the other processes."""
         self._executor, self._links = executor, links
         self.limits, self.summary = executor.limits, executor.summary
         self.memory, self.stored_pages = executor.memory, executor.stored_pages

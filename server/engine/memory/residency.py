@@ -87,9 +87,7 @@ class AdapterArena:
         return entry.placement if entry else None
 
     def spans(self, digest: str) -> tuple[Span, ...]:
-        """Return the adapter's place in as few rows of extents as there are, the lowest first.
-        Empty if it has none.
-        """
+        """The adapter's place, in as few rows of extents as may be, lowest first; () if none."""
         entry = self._entries.get(digest)
         return entry.spans if entry else ()
 

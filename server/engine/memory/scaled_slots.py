@@ -18,9 +18,7 @@ class ScaledSlots:
     """
 
     def __init__(self, first: int, count: int) -> None:
-        """Take `count` slots from `first` on. first: the slots before it are those of adapters as
-        they are.
-        """
+        """Take `count` slots from `first` on, behind those of adapters as they are."""
         self._first = first
         self._free = list(range(first + count - 1, first - 1, -1))
         self._slots: dict[tuple[int, float], int] = {}

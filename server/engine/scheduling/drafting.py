@@ -43,9 +43,7 @@ class Drafting:
         self._asked = list[tuple[Sequence, Draft]]()
 
     def take_wishes(self) -> list[ForesightWish]:
-        """Return the drafts that grammars are to look at before a plan. `foreseen` takes the
-        answers.
-        """
+        """The drafts that grammars are to look at before a plan; `foreseen` takes the answers."""
         if not self._changed:
             return []
         changed, self._changed = self._changed, []
@@ -66,9 +64,7 @@ class Drafting:
             sequence.proposed = under_grammar(draft, allowed, forced)
 
     def begin_plan(self, running: list[Sequence], *, ahead: bool, room: int) -> None:
-        """Begin the drafts of a step. ahead: whether a step is in flight. room: tokens of drafts in
-        the step.
-        """
+        """Begin a step's drafts. ahead: a step is in flight. room: tokens for drafts."""
         self._ahead = ahead
         self._all_hold = all(sequence.holds for sequence in running)
         self._tokens, self._has_room = len(running), room > 0
@@ -149,9 +145,7 @@ class Drafting:
         return found
 
     def _worth(self, sequence: Sequence, most: int, least: float) -> list[int]:
-        """Return as much of a draft as pays; none where the step would give fewer tokens than
-        `least`.
-        """
+        """As much of a draft as pays; none where the step would give less than `least`."""
         if sequence.constraint is None:
             draft = self._proposed(sequence, min(most, self._max_draft))
         else:

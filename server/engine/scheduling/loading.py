@@ -86,9 +86,7 @@ class Loads(NamedTuple):
 
 
 class _Copying(NamedTuple):
-    """Times of a copy that is under way. since: when the copy was decided. load_s: seconds of
-    loading before it.
-    """
+    """Times of a copy under way: of the decision, and seconds of loading before it."""
 
     since: float
     load_s: float
@@ -292,9 +290,7 @@ class AdapterLoads:
         self._condemned.setdefault(digest, []).append(order)
 
     def drop_condemned(self, sequences: Iterable[Sequence]) -> None:
-        """Drop condemned adapters that no sequence needs any more. sequences: all
-        unfinished ones.
-        """
+        """Drop condemned adapters that none of `sequences`, all unfinished ones, needs."""
         if not self._condemned:
             return
         needed = {sequence.adapter for sequence in sequences}

@@ -72,9 +72,7 @@ class MaskShare:
         return False
 
     def admits(self, sequence: Sequence) -> bool:
-        """Say whether the step can have the next token of a sequence that has no row yet, as
-        `takes` does.
-        """
+        """Whether the step can have the next token of a sequence without a row, as `takes`."""
         constraint = sequence.constraint
         if constraint is not None and not constraint.is_ready:
             if constraint.is_busy or _cost(constraint) > self._left:

@@ -209,9 +209,7 @@ class PromptShares:
         return StepLoad(sum(self._tokens), self._attended, likely_s)
 
     def forgive(self) -> bool:
-        """Forgive what payers owe, since nobody else uses the device. Returns whether anybody stood
-        back.
-        """
+        """Forgive what payers owe: nobody else uses the device. Whether anybody stood back."""
         owed, self._owed = self._owed, {}
         return bool(owed)
 

@@ -179,9 +179,7 @@ class Sequence:
         self.tokens += token_ids
 
     def rewind(self, num_computed: int) -> None:
-        """Keep only the first `num_computed` tokens as computed: the others' keys and values are
-        not valid.
-        """
+        """Keep only the first `num_computed` tokens as computed: the others' are not valid."""
         self.num_computed = min(self.num_computed, num_computed)
 
     @property
@@ -191,9 +189,7 @@ class Sequence:
 
     @property
     def acting(self) -> str | None:
-        """The name of the adapter's effect on the prompt's last tokens; None without such an
-        adapter.
-        """
+        """The name of the adapter's effect on the prompt's last tokens; None without one."""
         return None if self.request.adapter_from is None else self.request.acting
 
     @property
@@ -257,9 +253,7 @@ class Sequence:
         return vector
 
     def set_long(self, is_long: bool) -> None:
-        """Set whether the sequence is long, before it takes a row. Long sequences and others share
-        no pages.
-        """
+        """Set the kind, before the sequence takes a row. Long ones and others share no pages."""
         if is_long != self.is_long:
             self.is_long = is_long
             self.hashes.clear()

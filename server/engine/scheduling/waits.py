@@ -61,9 +61,7 @@ class GrammarWaits:
             self._abandoned.append(key)
 
     def take_abandoned(self) -> list[int]:
-        """Takes the keys of sequences that ended before their constraint was made. Each is returned
-        once.
-        """
+        """Keys of sequences that ended before their constraint was made; each comes once."""
         abandoned, self._abandoned = self._abandoned, []
         return abandoned
 

@@ -35,13 +35,7 @@ from loraplex.server.kernels.attention.rotation import (
     norm_switch,
     pair_columns,
 )
-from loraplex.server.kernels.attention.scores import (
-    LOG2_E,
-    NO_SCORE,
-    ScoreRule,
-    capped,
-    slopes_of,
-)
+from loraplex.server.kernels.attention.scores import LOG2_E, NO_SCORE, ScoreRule, capped, slopes_of
 from loraplex.server.kernels.launch.launch import follow
 from loraplex.server.kernels.lora.pending import PendingDelta, delta_arguments
 from loraplex.server.kernels.lora.record import ranks_at, record_of

@@ -58,9 +58,7 @@ class WorkLayout:
     """
 
     def __init__(self, windows: tuple[int | None, ...], batch: int) -> None:
-        """Lay out a set of items for each window. windows: no two alike. batch:
-        sequences, at most.
-        """
+        """Lay out items for each of `windows`, no two alike, and at most `batch` sequences."""
         self._windows, self._max_items = windows, max_items(batch)
         self._stride = 2 * self._max_items + 1
         self.length = len(windows) * self._stride

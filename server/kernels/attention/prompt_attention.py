@@ -23,13 +23,7 @@ from loraplex.server.kernels.attention.pages import (
     scaled_weights,
     widened,
 )
-from loraplex.server.kernels.attention.scores import (
-    LOG2_E,
-    NO_SCORE,
-    ScoreRule,
-    capped,
-    slopes_of,
-)
+from loraplex.server.kernels.attention.scores import LOG2_E, NO_SCORE, ScoreRule, capped, slopes_of
 
 TILE_COLUMNS = 4
 _WIDEST_HEAD = 512

@@ -37,9 +37,7 @@ class _Limits:
     programmatic_launch: bool
 
     def launch_options(self, *, early: bool = True) -> dict[str, Any]:
-        """Options for the launch of a kernel. early: it may start while the one before
-        it drains.
-        """
+        """Options for a launch. early: it may start while the kernel before it drains."""
         pdl = early and self.programmatic_launch
         options = {"num_warps": self.num_warps, "maxnreg": self.max_registers}
         return {**options, "PDL": pdl, "launch_pdl": pdl}
@@ -68,9 +66,7 @@ class ExpandConfig(_Limits):
 
 @dataclass(frozen=True, slots=True)
 class FusedConfig(_Limits):
-    """Launch parameters of the fused kernel. piece: as in ExpandConfig; max_pieces: the most pieces
-    of one item.
-    """
+    """Launch parameters of the fused kernel. piece: as in ExpandConfig. max_pieces: of an item."""
 
     piece: int
     max_pieces: int
@@ -168,9 +164,7 @@ class KernelConfigs:
         return FusedConfig(*self._limits(v), v["piece"], v["max_pieces"])
 
     def fused_shrink(self, rows: int) -> FusedConfig:
-        """The configuration of the activation that also shrinks its result; for many
-        tokens alone.
-        """
+        """The configuration of the activation that also shrinks its result; for prefill."""
         v = self._find("fused_shrink", "prefill", rows)
         return FusedConfig(*self._limits(v), v["piece"], v["max_pieces"])
 
@@ -180,15 +174,11 @@ class KernelConfigs:
         return RopeLoraConfig(*self._limits(v), v["max_heads"])
 
     def skinny(self, rows: int) -> tuple[SkinnyConfig, ...]:
-        """Configurations that may be the fastest for a product of `rows` rows; none for
-        too many.
-        """
+        """Configurations that may be the fastest for so many rows; none for too many."""
         return self._of_few("skinny", rows, SkinnyConfig)
 
     def packed(self, rows: int) -> tuple[PackedConfig, ...]:
-        """Return launch parameters for products of quantised weights with so many rows. The last is
-        good for most shapes.
-        """
+        """Configurations for products of quantised weights. The last is good for most shapes."""
         return self._of_few("packed", rows, PackedConfig)
 
     def rounded(self, rows: int) -> tuple[PackedConfig, ...]:
@@ -206,9 +196,7 @@ class KernelConfigs:
         )
 
     def skinny_lora(self, rows: int) -> SkinnyLoraConfig | None:
-        """The configuration of linears of `rows` rows with LoRA fused in; None for too
-        many rows.
-        """
+        """The configuration of linears with LoRA fused in; None for too many rows."""
         for entry in self._lists["skinny_lora"]:
             if entry.applies("decode", rows):
                 programs = min(entry.values["lora_programs"], self.processors)
@@ -237,9 +225,7 @@ class KernelConfigs:
         )
 
     def workspaces(self, phase: Phase, rows: int) -> dict[int, int]:
-        """Return, for every `max_split` in batches of up to `rows`, the most rows of a batch that
-        needs it.
-        """
+        """For every `max_split` in batches of up to `rows`: the most rows that need it."""
         bounds = {rows, *(int(min(rows, entry.max_rows)) for entry in self._lists["shrink"])}
         return {self.max_split(phase, bound): bound for bound in sorted(bounds)}
 

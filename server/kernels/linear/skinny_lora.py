@@ -261,9 +261,7 @@ def _shrink_all(
 def _projection_of(
     block: tl.tensor, w0: tl.tensor, w1: tl.tensor, w2: tl.tensor, BLOCK_N: tl.constexpr
 ) -> tuple[Any, Any, Any, Any]:
-    """Facts about a block of columns: its projection, columns in that, its first column and its
-    width.
-    """
+    """A block's projection, its columns in that, the projection's first column and width."""
     n0, n1 = tl.cdiv(w0, BLOCK_N), tl.cdiv(w1, BLOCK_N)
     p = (block >= n0).to(tl.int32) + (block >= n0 + n1).to(tl.int32)
     before = tl.where(p == 0, 0, tl.where(p == 1, n0, n0 + n1))

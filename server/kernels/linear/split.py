@@ -50,9 +50,7 @@ _LOOK_UP = """
 
 
 def split_of_table(values: bytes) -> str:
-    """Write the assembly that looks up 4-bit codes in a table. values: of the 16 codes as bfloat16,
-    little-endian.
-    """
+    """The assembly that looks up codes. values: of the 16 as bfloat16, little-endian."""
     planes = values[::2] + values[1::2]
     words = [planes[at : at + 4][::-1].hex() for at in range(0, len(planes), 4)]
     look_up = _LOOK_UP.format(*(f"0x{word}" for word in words))

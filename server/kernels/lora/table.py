@@ -54,9 +54,7 @@ class LoraTable:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Tensors of the table as kernels take them: the words, and the same as int32
-        and float32.
-        """
+        """The table as kernels take it: the words, and the same as int32 and float32."""
         return self.words, self.ints, self.floats
 
     def write(
@@ -118,9 +116,7 @@ class LoraTable:
             raise ValueError(f"site {site} is not in 0..{self.num_sites - 1}")
 
     def check_slots(self, num_slots: int) -> None:
-        """Check that the table has so many slots. Raises ValueError where segments know more slots
-        than the table.
-        """
+        """Check that the table has as many slots as segments know. Raises ValueError."""
         if num_slots > self.num_slots:
             raise ValueError(f"segments of {num_slots} slots, a table of {self.num_slots}")
 

@@ -44,9 +44,7 @@ def add_row_lora(
     *,
     programmatic_launch: bool,
 ) -> None:
-    """Add LoRA of one projection to the outputs of experts, as `add_expert_lora` does, in two
-    kernels.
-    """
+    """Add LoRA of one projection to experts' outputs, as `add_expert_lora`, in two kernels."""
     check_expert_lora(y, tiles, lora)
     if len(lora.widths) > 1:
         raise ValueError(f"more than one projection: {lora.widths}")

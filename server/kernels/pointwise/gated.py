@@ -7,11 +7,7 @@ import triton
 import triton.language as tl
 
 from loraplex.server.kernels.launch.launch import follow
-from loraplex.server.kernels.linear.round_rows import (
-    rounded_arguments,
-    store_rounded,
-    warps_of_row,
-)
+from loraplex.server.kernels.linear.round_rows import rounded_arguments, store_rounded, warps_of_row
 from loraplex.server.kernels.linear.row_form import Rounding
 from loraplex.server.kernels.lora.pending import PendingDelta, delta_arguments
 from loraplex.server.kernels.lora.record import touches

@@ -75,9 +75,7 @@ def without_config(names: Collection[str], place: str, trained_for: str = "") ->
 
 
 def without_weights(names: Collection[str], place: str) -> str:
-    """Describes a place with `config.json` and without safetensors weights under their
-    usual names.
-    """
+    """Describe a place with `config.json` and without safetensors of the usual names."""
     if _ADAPTER_FILE in names:
         return _adapter(place, "")
     other = _other_format(names)

@@ -39,9 +39,7 @@ def model_shards(folder: Path, model: ModelSpec) -> tuple[ModelFile, ...]:
 
 
 def plain_name(stored: str) -> str:
-    """The name of a tensor in a checkpoint of the text part alone. Tensors of other parts keep
-    theirs.
-    """
+    """The name of a tensor in a checkpoint of the text part alone; of other parts its own."""
     found = _BODY.fullmatch(stored)
     if found is not None:
         return f"model.{found['rest']}"

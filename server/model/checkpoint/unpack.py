@@ -58,9 +58,7 @@ def unpack_four_bits(form: FourBitForm, stored: Stored) -> UnpackedArea:
 
 
 def _check_sizes(stored: Stored, found_bytes: int, block: int) -> None:
-    """Check the sizes of packed numbers and their blocks. Raises ValueError where they
-    do not fit.
-    """
+    """Check how many bytes and blocks there are. Raises ValueError."""
     outputs, inputs = stored.shape
     nbytes, blocks = -(-outputs * inputs // 2), -(-outputs * inputs // block)
     found = stored["weight.absmax"].numel()

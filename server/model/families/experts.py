@@ -75,9 +75,7 @@ def read_counts(fields: Fields, *, default: int, default_of_token: int) -> tuple
 
 
 def read_same_windows(fields: Fields, sizes: ModelSizes, window: object) -> tuple[int | None, ...]:
-    """Read each layer's window, as `read_windows` does, for a family whose layers all have the
-    window.
-    """
+    """Read windows, as `read_windows` does, of a family whose layers all have one."""
     kinds = fields.listed("layer_types")
     if window and any(kind != "sliding_attention" for kind in kinds):
         fields.refuse("layer_types: in this family all layers have the window")

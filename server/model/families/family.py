@@ -267,9 +267,7 @@ def read_windows(
 def read_windowed(
     fields: Fields, sizes: ModelSizes, has_window: Callable[[int], bool]
 ) -> tuple[bool, ...]:
-    """Say for each layer whether it is of the kind that has a window. has_window: as of
-    `read_windows`.
-    """
+    """Whether each layer is of the kind with a window. has_window: as of `read_windows`."""
     kinds = fields.config.get("layer_types")
     usual = tuple(map(has_window, range(sizes.layers)))
     if kinds is None:
@@ -478,9 +476,7 @@ def refuse_other_head_dim(fields: Fields, sizes: ModelSizes) -> None:
 
 
 def tied_where_unsaid(fields: Fields) -> Fields:
-    """Return fields whose head is the embedding's table, if an absent or null key leaves that
-    open.
-    """
+    """Fields whose head is the embedding's table, if no key, or null, leaves that open."""
     if fields.config.get("tie_word_embeddings") is not None:
         return fields
     return fields.changed(tie_word_embeddings=True)

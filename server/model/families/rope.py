@@ -56,9 +56,7 @@ def read_rope(fields: Fields, sizes: ModelSizes, rules: RopeRules = LLAMA) -> tu
 
 
 def rope_table(fields: Fields) -> Table:
-    """The table of the rotation in `config.json`, without single keys; empty where
-    there is none.
-    """
+    """The rotation's table in `config.json`, without single keys; empty where none is."""
     old = fields.table(fields.config, "rope_scaling")
     return old or fields.table(fields.config, "rope_parameters")
 

@@ -210,9 +210,7 @@ class _Start:
                 token_graphs.rehearse(reach, self._example)
 
     def load_products(self) -> None:
-        """Load the products of steps that no graph has: for all tokens, and for rows that want
-        logits.
-        """
+        """Load products of steps outside graphs: of all tokens, and of rows with logits."""
         weights, sizes = self.parts.weights, self.row_sizes
         self.ops.products.load(sizes, [linear for linear, *_ in _by_shape(weights.linears)])
         most_logits = max(self.parts.limits.most_decodes, LOGITS_ROWS)

@@ -165,9 +165,7 @@ class TokenGraphs:
             self.ends = EndGraphs(decoder, ops, sizes, self._begun, self._pool)
 
     def rehearse(self, reach: Reach, example: Callable[[int], StepLayout]) -> None:
-        """Run once, outside of any graph, all that the graphs of one family will do; else as
-        `capture`.
-        """
+        """Run once, outside graphs, what those of one family will do; else as `capture`."""
         for size in reversed(self.sizes):
             for piece in self._prepared(size, self._lora(size, reach), example):
                 piece()

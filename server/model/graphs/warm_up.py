@@ -29,9 +29,7 @@ _JOINED_TOKENS = 40  # of a step whose pictures are joined
 def run_steps(
     decoder: Decoder[Any, Any, Any], ops: "CudaOps", rows: Rows, limits: ExecutorLimits
 ) -> None:
-    """Run steps of as many tokens as use every kernel; with adapters as well, where
-    some may come.
-    """
+    """Run steps of as many tokens as use every kernel; with adapters, where some may come."""
     context, adapters = limits.max_context, limits.adapter_slots > 0
     most = min(limits.max_step_tokens, limits.max_rows * context)
     for tokens in warm_sizes(most, _of_experts(decoder.spec)):

@@ -25,9 +25,7 @@ class Library:
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """The kernel whose sums do not depend on the number of rows. num_stages: as of
-    `fixed_product`.
-    """
+    """The kernel whose sums no number of rows changes. num_stages: of `fixed_product`."""
 
     num_stages: int
 

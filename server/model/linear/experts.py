@@ -29,9 +29,7 @@ class ExpertsLinear(Product):
         return self.weight.shape[-2] // matrices
 
     def run(self, expert: int, x: torch.Tensor) -> torch.Tensor:
-        """Compute the product with one expert's matrix. x: `[rows, in_features]` -> `[rows,
-        out_features]`.
-        """
+        """The product of one expert: x `[rows, in_features]` -> `[rows, out_features]`."""
         bias = None if self.bias is None else self.bias[expert]
         if isinstance(self.weight, PackedMatrix):
             return QuantisedLinear(self.weight.matrix(expert), bias, x.dtype).run(x)

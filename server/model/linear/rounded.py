@@ -101,9 +101,7 @@ class RoundedLinear:
     def run(
         self, x: torch.Tensor | RoundedRows, out: torch.Tensor | None = None, way: Way = DEFAULT
     ) -> torch.Tensor:
-        """Compute the product. x: `[rows, in_features]`, or these rounded -> `[rows,
-        out_features]`.
-        """
+        """The product: `[rows, in_features]`, or these rounded -> `[rows, out_features]`."""
         if isinstance(x, torch.Tensor):
             return self.base.run(rounded(x, self.form), out, way)
         matrix = self._matrix

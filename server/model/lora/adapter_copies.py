@@ -180,9 +180,7 @@ class AdapterCopies:
         host_arena: memoryview,
         vectors: Callable[[Adapter], Iterator[torch.Tensor | None]],
     ) -> None:
-        """Make a stream for the copies, and pin the host memory. vectors: as
-        `OutputVectors.pieces`.
-        """
+        """Make a stream, and pin the host's arena. vectors: `OutputVectors.pieces`."""
         self.table = table
         self._host = torch.frombuffer(host_arena, dtype=torch.uint8) if host_arena else None
         self._stream = torch.cuda.Stream() if table.arena.is_cuda else None
@@ -343,9 +341,7 @@ class AdapterCopies:
         return CopyUsable(copy.adapter_slot, copy.layout.digest)
 
     def _is_hidden(self, first: _Moving) -> bool:
-        """Say whether the next step would hardly wait for the copy. first: the first copy that is
-        not usable.
-        """
+        """Whether the next step would hardly wait for `first`, the first not usable."""
         finished = any(moving.finished for moving in (*self._usable, first))
         if finished or self._finisher.is_busy:  # who knows how long that takes
             return bool((first.finished or first.ended).query())

@@ -101,9 +101,7 @@ class Adapter:
         a_rank: int,
         *vectors: Any,
     ) -> SiteWeights:
-        """View the weights of one site in the arena. vectors: where the site's begin, and their
-        bits.
-        """
+        """View one site's weights. vectors: where its own begin, and their bits."""
         shares_a = a_rank < sum(ranks)
         columns = [0] * len(ranks) if shares_a else list(accumulate((0, *ranks)))
         outputs = list(accumulate((0, *site.out_features)))
@@ -135,9 +133,7 @@ class Adapter:
         return self._view(begin, shape, torch.float32), tuple(bits[: len(site.out_features)])
 
     def own_rows(self) -> dict[int, OwnRows]:
-        """Return the adapter's own rows by the site's number. Copies ids to the device on the
-        current stream.
-        """
+        """The adapter's own rows by the site's number. Copies ids on the current stream."""
         hidden = self._sites.lm_head.in_features
         return {
             table.site: OwnRows(
@@ -159,9 +155,7 @@ class Adapter:
         return None if vectors is None else vectors[1]
 
     def own_norms(self) -> dict[int, NormParts]:
-        """Return what the adapter has of norms. Queues on the current stream the work on stored
-        weights.
-        """
+        """The adapter's own norms by place. Queues work on the current stream."""
         placed = self.placed.norms
         if placed is None:
             return {}

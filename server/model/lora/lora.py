@@ -236,9 +236,7 @@ class Segment:
     weights: dict[int, SiteWeights]
 
     def added(self, site: Site, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Add the adapter's LoRA of any rows, as `LoraBatch.add` does to those of tokens. Returns
-        y.
-        """
+        """Add the adapter's LoRA of any rows, as `LoraBatch.add` of tokens. Returns y."""
         weights = self.weights.get(site.number)
         if weights is not None:
             _scale_and_expand(weights, x @ weights.a_t, y)
@@ -283,9 +281,7 @@ class LoraBatch:
             _expand(of_expert, x[rows] @ of_expert.a_t, y[rows])
 
     def add_embedding(self, site: Site, token_ids: torch.Tensor, y: torch.Tensor) -> None:
-        """Add LoRA to an embedding, as `add` does to a product: a token's row of A^T is
-        gathered.
-        """
+        """Add LoRA to an embedding, as `add` does: a token's row of A^T is gathered."""
         if site.number not in self.sites:
             return
         for segment in self.segments:

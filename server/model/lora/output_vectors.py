@@ -25,9 +25,7 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 class OutputVectors:
-    """Makes output vectors of adapters that have just been copied. Nothing here waits for the
-    device.
-    """
+    """Makes output vectors of adapters just copied. Nothing here waits for the device."""
 
     def __init__(
         self, weights: ModelWeights, sites: Sites, tower: TowerSites | None = None

@@ -16,20 +16,14 @@ from loraplex.server.model.lora.sites import Site
 from loraplex.server.model.ops.distances_torch import attend_distances
 from loraplex.server.model.ops.latents_torch import AbsorbedKeys
 from loraplex.server.model.ops.ops import DistanceProduct, KVCache, StepLayout
-from loraplex.server.model.ops.pointwise import (
-    with_values,
-    without_gate,
-)
+from loraplex.server.model.ops.pointwise import with_values, without_gate
 from loraplex.server.model.ops.products_torch import TorchProducts
 from loraplex.server.model.ops.row_states import RowStates
 from loraplex.server.model.ops.state_steps import TokenSteps
 from loraplex.server.model.ops.states_torch import mix_states
 from loraplex.server.model.ops.transfers import to_device
 from loraplex.server.model.ops.turned_heads import HeadTurns, StepTurns, turned_heads
-from loraplex.server.model.spec.model_spec import (
-    AttentionSpec,
-    ModelSpec,
-)
+from loraplex.server.model.spec.model_spec import AttentionSpec, ModelSpec
 from loraplex.server.model.state_weights import StateWeights
 from loraplex.server.model.weights import AttentionWeights
 

@@ -99,9 +99,7 @@ def routed(
 
 
 def _mixed(logits: torch.Tensor, spec: MoeSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose one expert after the other (SparseMixer, arXiv 2310.00811). Returns what `routed`
-    does.
-    """
+    """Choose experts in turn (SparseMixer, arXiv 2310.00811). Returns as `routed`."""
     chosen, shares, left = [], [], logits
     for _ in range(spec.top_k):
         best = left.max(-1, keepdim=True)

@@ -12,11 +12,7 @@ from torch.nn import functional
 from loraplex.server.kernels.states.operands import Convolution, GatedNorm
 from loraplex.server.model.devices.group import DeviceSum
 from loraplex.server.model.ops.state_steps import Move
-from loraplex.server.model.state_weights import (
-    RecurrentWeights,
-    ShortConvWeights,
-    StateWeights,
-)
+from loraplex.server.model.state_weights import RecurrentWeights, ShortConvWeights, StateWeights
 
 # Under the root of a key's and a query's squares.
 _EPSILON = 1e-6

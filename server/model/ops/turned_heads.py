@@ -7,12 +7,7 @@ import torch
 from loraplex.server.model.ops.ops import StepLayout
 from loraplex.server.model.ops.pointwise import rms_norm
 from loraplex.server.model.ops.rope import cos_sin, inverse_frequencies, rotate, sections_of
-from loraplex.server.model.spec.model_spec import (
-    AttentionSpec,
-    ModelSpec,
-    PositionScale,
-    RopeSpec,
-)
+from loraplex.server.model.spec.model_spec import AttentionSpec, ModelSpec, PositionScale, RopeSpec
 from loraplex.server.model.weights import RmsNorm
 
 # A rotation of heads of one size.
@@ -48,9 +43,7 @@ class HeadTurns:
         )
 
     def _inverse_frequencies(self, rope: RopeSpec, head_dim: int) -> torch.Tensor:
-        """Compute a rotation's inverse frequencies: `[n]`, or `[2, n]` where sequences
-        may be long.
-        """
+        """Inverse frequencies: `[n]`, or `[2, n]` where sequences may be long."""
         forms = [False, True] if rope.long_factors else [False]
         found = [inverse_frequencies(rope, head_dim, self._device, long=long) for long in forms]
         return torch.stack(found) if len(found) > 1 else found[0]

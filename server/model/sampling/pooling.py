@@ -69,9 +69,7 @@ class PooledSlice:
 
 
 def pooled_slices(step: Step, prompt_len: np.ndarray) -> list[PooledSlice]:
-    """List the slices of a step that vectors are made of. prompt_len: of each row of
-    the executor.
-    """
+    """The slices of a step that vectors are made of. prompt_len: of each row."""
     found = []
     for place, piece in enumerate(step.slices):
         if piece.vector is not None:

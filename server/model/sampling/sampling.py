@@ -46,9 +46,7 @@ class Penalties:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Changes of logits before a choice. Each lists only the rows that need it, None =
-    none does.
-    """
+    """Changes of logits before a choice, each of the rows that need it; None = none."""
 
     bias: Entries | None = None
     penalties: Penalties | None = None
@@ -171,9 +169,7 @@ def ranks(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
 
 
 def apply_history(logits: torch.Tensor, history: History) -> None:
-    """Apply bias, penalties and suppressed tokens. logits: float32 `[rows, vocab]`, changed in
-    place.
-    """
+    """Apply bias, penalties, suppressed tokens to float32 `[rows, vocab]`, in place."""
     if history.bias is not None:
         bias = history.bias
         logits.index_put_((bias.rows, bias.ids), bias.values, accumulate=True)

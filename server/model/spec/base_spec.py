@@ -19,12 +19,7 @@ from loraplex.adapters.base import (
 from loraplex.adapters.peft.tensor_names import is_of_images
 from loraplex.adapters.sharding import UNGROUPED
 from loraplex.server.model.spec.linear_spec import LinearSpec
-from loraplex.server.model.spec.model_spec import (
-    AttentionSpec,
-    LayerSpec,
-    ModelSpec,
-    NormSpec,
-)
+from loraplex.server.model.spec.model_spec import AttentionSpec, LayerSpec, ModelSpec, NormSpec
 from loraplex.server.model.spec.moe_spec import MoeSpec
 from loraplex.server.model.spec.picture_spec import PictureSpec
 

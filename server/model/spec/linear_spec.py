@@ -172,9 +172,7 @@ class LinearSpec(msgspec.Struct, frozen=True):
                 yield f"{part.path}.{bound}", ()
 
     def matrices(self) -> Iterator[Matrix]:
-        """List modules whose weight is a matrix of its own in the checkpoint, one expert's after
-        the other's.
-        """
+        """Modules with a matrix of their own in the checkpoint, expert after expert."""
         if self.stored is not None and self.stored.form != "each":
             return
         for expert in range(self.experts):

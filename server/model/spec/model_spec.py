@@ -501,9 +501,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
             yield from linear.matrices()
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """List every tensor that a checkpoint of this model must hold in floating point, with its
-        shape.
-        """
+        """Every tensor that a checkpoint must hold in floating point, with its shape."""
         shapes: dict[str, tuple[int, ...]] = dict(self.embedding.tensors())
         shapes.update(tensors_of(self.norm, self.output, self.distances))
         if self.biases is not None:

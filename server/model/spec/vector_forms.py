@@ -49,9 +49,7 @@ class SentenceFiles(NamedTuple):
     dense: tuple[DenseForm, ...] = ()
 
     def size(self, hidden: int) -> int:
-        """Numbers of a vector. Raises ConfigError where a product takes another number than it
-        gets.
-        """
+        """Numbers of a vector. Raises ConfigError where a product takes another number."""
         for form in self.dense:
             if form.in_features != hidden:
                 raise ConfigError(

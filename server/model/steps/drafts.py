@@ -48,9 +48,7 @@ def joined(slices: Sequence[SeqSlice], results: Sequence[SliceResult]) -> list[S
 
 
 def _accepted(draft: Sequence[int], results: Iterator[SliceResult]) -> SliceResult:
-    """Merge the results of a draft, as far as each token that was drawn is the next one of the
-    draft.
-    """
+    """Merge a draft's results, as far as each token drawn is the draft's next one."""
     drawn = [next(results) for _ in range(len(draft) + 1)]
     right = 0
     while right < len(draft) and drawn[right].token_ids == (draft[right],):

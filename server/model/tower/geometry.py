@@ -10,9 +10,7 @@ from loraplex.server.protocol import Grid, TiledForm
 
 
 def patch_places(grid: Grid, side: int) -> np.ndarray:
-    """Row and column of each patch, int64 `[2, patches]`. grid: one picture's patches by (time,
-    height, width).
-    """
+    """Row and column of each patch, int64 `[2, patches]`. grid: (time, height, width)."""
     _, height, width = grid
     blocks = (height // side, side, width // side, side)
     places = np.indices((height, width)).reshape(2, *blocks)

@@ -56,9 +56,7 @@ class _Note:
 
 
 class AdapterOrders:
-    """Carry out routers' orders on adapters. Runs on the event loop; `on_disk` is asked
-    on threads.
-    """
+    """Carry out routers' orders, on the event loop; `on_disk` is asked on threads."""
 
     def __init__(
         self,

@@ -37,9 +37,7 @@ def received_uploads(config: WorkerConfig) -> UploadShelf:
 
 
 def sources_of(config: WorkerConfig, run: Run = map) -> dict[RefSource, Source]:
-    """Open the sources that adapters may come from. Raises AdapterError for an option that cannot
-    hold.
-    """
+    """Open all sources of adapters. Raises AdapterError for an option that cannot hold."""
     sources = open_sources(
         config.hub_owners,
         config.adapter_roots,

@@ -59,9 +59,7 @@ class HostTier:
         metrics: WorkerMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Take the host memory, and begin with no adapter in it. saver: keeps on disk what is
-        packed here.
-        """
+        """Begin with no adapter in memory. saver: keeps on disk what is packed here."""
         self._clock = clock
         self._saver = saver
         self._memory = memory
@@ -172,9 +170,7 @@ class HostTier:
         return free or self._ahead.has_room(extents, self._clock())
 
     def take(self, digest: str) -> SlabStaged | None:
-        """Pin an adapter in host memory until `release`, and return its place; None if it is not
-        here.
-        """
+        """Pin an adapter that is here until `release`, and return its place; else None."""
         placement = self._arena.acquire(digest)
         if placement is None:
             return None
@@ -257,9 +253,7 @@ class HostTier:
             self._metrics.load_took("stage", time.monotonic() - started)
 
     async def _bring(self, digest: str) -> bool:
-        """Read an adapter from disk into host memory. False: nobody waits for it yet, and there is
-        no room.
-        """
+        """Read an adapter into host memory. False: nobody waits yet, and there is no room."""
         loop = asyncio.get_running_loop()
         try:
             slab = await loop.run_in_executor(self._threads, self._open_slab, digest)

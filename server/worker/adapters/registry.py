@@ -15,12 +15,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from loraplex.adapters.common.bounded import bounded
-from loraplex.adapters.common.worker_record import (
-    GROUP,
-    LEASE_S,
-    WorkerRecord,
-    signed,
-)
+from loraplex.adapters.common.worker_record import GROUP, LEASE_S, WorkerRecord, signed
 from loraplex.server.config import WorkerConfig
 from loraplex.server.worker.address import AddressError
 
@@ -52,14 +47,10 @@ return 1
 
 
 class Registry:
-    """Keep the worker listed in Redis. `run` keeps this worker enlisted while
-    `is_listed` says so.
-    """
+    """Keeps the worker listed in Redis, by `run`, while `is_listed` says so."""
 
     def __init__(self, config: WorkerConfig, url: str, worker_id: str) -> None:
-        """Prepare to register the worker in Redis. Raises AddressError for a URL of Redis that
-        cannot be.
-        """
+        """Prepare to register. Raises AddressError for a URL of Redis that cannot be."""
         self._secret = config.secret
         self._url = url
         self._worker_id = worker_id

@@ -7,11 +7,7 @@ from collections.abc import Callable
 from loraplex.server.engine.messages import SlabMissing, SlabReleased, SlabStaged, ToEngine
 from loraplex.server.worker.adapters.adapter_meter import AdapterMeter
 from loraplex.server.worker.adapters.adapter_orders import AdapterOrders
-from loraplex.server.worker.adapters.host_tier import (
-    HostTier,
-    SlabGone,
-    SlabUnavailable,
-)
+from loraplex.server.worker.adapters.host_tier import HostTier, SlabGone, SlabUnavailable
 
 log = logging.getLogger(__name__)
 

@@ -12,12 +12,7 @@ from loraplex.adapters.common.turns import LineFull, Room
 from loraplex.adapters.helpers.helper import Helper, HelperStopped, HelperUnavailable
 from loraplex.adapters.helpers.pool import HelperPool
 from loraplex.server.protocol import ErrorCode, Grid, VisionCard
-from loraplex.server.worker.pictures.jobs import (
-    CPU_SECONDS,
-    MEMORY_BYTES,
-    DecodeJob,
-    DecodeOutcome,
-)
+from loraplex.server.worker.pictures.jobs import CPU_SECONDS, MEMORY_BYTES, DecodeJob, DecodeOutcome
 from loraplex.server.worker.pictures.patches import write_patches
 from loraplex.server.worker.pictures.segments import PatchMemory, PatchSegment
 

@@ -20,12 +20,7 @@ from PIL import (
 
 from loraplex.adapters.helpers.answering import answer_questions, limit_self, read_frame
 from loraplex.server.protocol import MAX_PICTURE_PIXELS, VisionCard
-from loraplex.server.worker.pictures.jobs import (
-    CPU_SECONDS,
-    MEMORY_BYTES,
-    DecodeJob,
-    DecodeOutcome,
-)
+from loraplex.server.worker.pictures.jobs import CPU_SECONDS, MEMORY_BYTES, DecodeJob, DecodeOutcome
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 _PLUGINS = (PngImagePlugin, JpegImagePlugin, WebPImagePlugin, GifImagePlugin)

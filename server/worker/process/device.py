@@ -93,9 +93,7 @@ class ChosenDevice(NamedTuple):
 def choose_device(
     asked: Device, devices: list[CudaDevice], build: TorchBuild | None
 ) -> ChosenDevice:
-    """Choose the device to compute on. Raises DeviceError where "cuda" was asked for and cannot be
-    had.
-    """
+    """Choose the device. Raises DeviceError where "cuda" was asked for and cannot be had."""
     problem = _cuda_problem(devices, build)
     if asked == "cpu":
         return ChosenDevice("cpu", True)

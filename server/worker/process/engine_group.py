@@ -38,9 +38,7 @@ class EngineGroup:
         self._leader.send(frame)
 
     async def receive(self) -> FromEngine:
-        """Return the leader's next frame, as EngineProcess does. Raises EngineDied once any process
-        is gone.
-        """
+        """The leader's next frame. Raises EngineDied once any process is gone."""
         try:
             return await self._leader.receive()
         except EngineDied:
@@ -56,9 +54,7 @@ class EngineGroup:
             process.kill()
 
     async def close(self, grace_s: float) -> None:
-        """Close all processes, as EngineProcess does one. The others leave when the first one has
-        left.
-        """
+        """Close all processes. The others leave when the first one has left."""
         await self._leader.close(grace_s)
         for task in self._watching:
             task.cancel()
@@ -81,9 +77,7 @@ class EngineGroup:
 
 
 async def start_group(executor: str, config: EngineConfig, arena_fd: int) -> EngineGroup:
-    """Start a group of engine processes, one for each of `config.shards` devices, as `spawn_engine`
-    starts one.
-    """
+    """Start an engine process for each of `config.shards` devices, as `spawn_engine`."""
     with ExitStack() as undo:
         folder = Path(tempfile.mkdtemp(prefix="loraplex-group-"))
         undo.callback(shutil.rmtree, folder, ignore_errors=True)

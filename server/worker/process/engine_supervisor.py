@@ -96,9 +96,7 @@ class EngineSupervisor:
         self.restarts = 0
 
     def send(self, frame: ToEngine) -> None:
-        """Send a frame to the present engine. Without an engine the frame is lost, as engine_lost
-        reports.
-        """
+        """Send to the present engine; without one the frame is lost, as engine_lost tells."""
         if self._engine is not None:
             self._engine.send(frame)
 
@@ -150,9 +148,7 @@ class EngineSupervisor:
         return frame
 
     async def _heard(self, engine: EngineLife) -> FromEngine:
-        """Return the engine's next frame while it starts. Raises EngineDied too when it has fallen
-        silent.
-        """
+        """The starting engine's next frame. Raises EngineDied too when it falls silent."""
         limit = self._start_silence_s
         receiving = asyncio.create_task(engine.receive())
         try:

@@ -86,9 +86,7 @@ def download(repo: str, revision: str | None) -> tuple[Path, str]:
 
 
 def read_spec(repo: str, revision: str | None) -> ModelSpec:
-    """Reads what a model is from its small files, which are downloaded. Raises ModelError,
-    CheckpointError.
-    """
+    """Read a model's spec from small files, downloaded. Raises ModelError, CheckpointError."""
     with _explained(repo, revision):
         folder = _config_folder(repo, revision)
         with suppress(RemoteEntryNotFoundError, LocalEntryNotFoundError):

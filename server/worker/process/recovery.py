@@ -59,9 +59,7 @@ class StallWatch:
         self._heard_at = now
 
     def progressed(self, now: float, step_s: float = 0.0) -> None:
-        """Note that the engine has made progress. step_s: what a step took, 0 if the loop had none
-        to make.
-        """
+        """Note progress. step_s: what a step took, 0 if the loop had none to make."""
         self._heard_at = self._since = now
         if step_s:
             self._longest_s = max(step_s, _FADING * self._longest_s)

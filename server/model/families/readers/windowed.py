@@ -76,9 +76,7 @@ def read_qwen3(fields: Fields) -> ModelSpec:
 
 
 def _last_windows(fields: Fields, sizes: ModelSizes) -> tuple[int | None, ...]:
-    """The window of each layer. Only the last layers have one, and only with
-    `use_sliding_window`.
-    """
+    """Each layer's window: of the last ones alone, and only with `use_sliding_window`."""
     first = fields.count("max_window_layers", 28)
     return family.read_windows(fields, sizes, asked_window(fields), lambda layer: layer >= first)
 

@@ -28,12 +28,7 @@ from loraplex.server.model.spec.model_spec import (
     NormSpec,
     PositionTable,
 )
-from loraplex.server.model.spec.picture_spec import (
-    MergerSpec,
-    PatchSpec,
-    PictureSpec,
-    PoolSpec,
-)
+from loraplex.server.model.spec.picture_spec import MergerSpec, PatchSpec, PictureSpec, PoolSpec
 from loraplex.server.protocol import PictureForm
 
 _GEMMA3_TOKEN, _GEMMA3_TOKENS, _GEMMA4_TOKEN = 262144, 256, 258880

@@ -135,9 +135,7 @@ def _qwen2_encoder(fields: Fields, text: ModelSpec, side: int) -> _Encoder:
 
 
 def _qwen25_encoder(fields: Fields, text: ModelSpec, side: int) -> _Encoder:
-    """Qwen2.5-VL: windows but for a few layers, RMS norms, gated MLPs, rotation by height and
-    width.
-    """
+    """Qwen2.5-VL: windows in most layers, RMS norms, gated MLPs, rotation by two axes."""
     fields.only("hidden_act", "silu")
     inner = fields.positive("intermediate_size")
     sizes = turned_sizes(fields, ("hidden_size", *_KEYS), inner, _EPSILON)

@@ -177,9 +177,7 @@ def axial_rope(fields: Fields, theta: float = _THETA) -> RopeSpec:
 def plain_layer(
     sizes: family.ModelSizes, rope: RopeSpec | None, names: family.LayerNames, norm: str
 ) -> LayerSpec:
-    """Make a layer with LayerNorms, and an MLP without gate. norm: the name of norms, before their
-    number.
-    """
+    """A layer with LayerNorms and a plain MLP. norm: their name, before the number."""
     of = family.attention(sizes, rope, biases=BIASES)
     of, mlp = family.renamed(of, family.plain_mlp(sizes, BIASES), names)
     return family.layer(sizes, of, mlp, family.layer_norms(sizes, (f"{norm}1", f"{norm}2")))

@@ -87,9 +87,7 @@ class PagedAttention:
         return WorkLayout(self._windows, batch)
 
     def plan(self, layout: StepLayout, turns: torch.Tensor | None) -> Attention:
-        """Plan a step outside graphs: decodes are its first tokens. turns: see
-        `Rotations.turns`.
-        """
+        """Plan a step outside graphs, whose decodes come first. turns: `Rotations.turns`."""
         n = layout.num_decodes
         decode = prefill = None
         if n:

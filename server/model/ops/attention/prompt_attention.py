@@ -254,9 +254,7 @@ class FlashInferPrompts:
     def run(
         self, layer: int, q: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None
     ) -> None:
-        """Compute one layer's attention, as `PromptAttention.run` does. Raises ValueError for
-        sinks.
-        """
+        """Compute a layer, as `PromptAttention.run` does. Raises ValueError for sinks."""
         if sinks is not None:
             raise ValueError("FlashInfer's module has no sinks")
         pages = (self._widened or self._cache).of(layer)

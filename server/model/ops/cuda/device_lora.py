@@ -92,9 +92,7 @@ class LoraBatches:
         max_tokens: int,
         consumers: Consumers,
     ) -> None:
-        """Allocate workspaces for steps of any size. max_tokens: the most of a step, padding
-        included.
-        """
+        """Allocate workspaces for all steps. max_tokens: of one at most, with padding."""
         self._consumers = consumers
         self._configs, self._table, self._dtype, self._device = configs, table, dtype, device
         mixed = lora_strategy.MIXED_TOKENS

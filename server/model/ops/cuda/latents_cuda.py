@@ -109,9 +109,7 @@ class AbsorbedProducts:
             latents.mul_(scales[:, None, None])
 
     def values(self, read: torch.Tensor, out: torch.Tensor) -> None:
-        """Compute heads' results. read: `[tokens, heads, latent]`; out: `[tokens, heads,
-        value_dim]`.
-        """
+        """Compute results: read `[tokens, heads, latent]`, out `[tokens, heads, value_dim]`."""
         values = self.weights.values.transpose(1, 2)
         product, lora = self._of_few(values, len(read)), self._lora(len(read))
         if product is not None:

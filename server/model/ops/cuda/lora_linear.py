@@ -98,9 +98,7 @@ class Gemm(NamedTuple):
 
 
 class LoraLinear:
-    """Compute products with LoRA. Owns the stream on which LoRA or the linear runs beside the
-    other.
-    """
+    """Compute products with LoRA. Owns the stream on which one runs beside the other."""
 
     def __init__(
         self, configs: KernelConfigs, table: LoraTable, products: Products, device: torch.device

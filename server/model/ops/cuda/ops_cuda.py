@@ -67,11 +67,7 @@ from loraplex.server.model.ops.pointwise import (
 from loraplex.server.model.ops.row_states import RowStates
 from loraplex.server.model.ops.turned_heads import normed_heads
 from loraplex.server.model.routed_experts import ChosenExperts
-from loraplex.server.model.spec.model_spec import (
-    Activation,
-    AttentionSpec,
-    ModelSpec,
-)
+from loraplex.server.model.spec.model_spec import Activation, AttentionSpec, ModelSpec
 from loraplex.server.model.state_weights import StateWeights
 from loraplex.server.model.weights import AttentionWeights, LayerNorm, Norm
 
@@ -196,9 +192,7 @@ class CudaOps:
         return self._attention
 
     def route(self, lora: DeviceLora) -> None:
-        """Route the batch's tokens again, as its slots are now; in a captured step at its
-        beginning.
-        """
+        """Route the batch by its slots as they are now; a captured step begins with it."""
         lora.route(self.table.device_table)
 
     # ---- operations

@@ -20,10 +20,7 @@ from loraplex.server.model.ops.state_steps import (
     walks_of,
 )
 from loraplex.server.model.ops.transfers import to_device
-from loraplex.server.model.state_weights import (
-    ShortConvWeights,
-    StateWeights,
-)
+from loraplex.server.model.state_weights import ShortConvWeights, StateWeights
 
 StatePlan = StateSteps[Slices]
 NO_STATES: StatePlan = StateSteps(())

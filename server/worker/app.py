@@ -1,21 +1,25 @@
 """The worker's HTTP face: model card, uploads, pictures, WebSocket for routers, health, metrics."""
 
+import asyncio
+import hashlib
 import hmac
 
 from starlette.applications import Starlette
-from starlette.requests import HTTPConnection, Request
+from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
+from loraplex.server.protocol import MAX_PICTURE_BYTES
 from loraplex.server.worker.connections import RouterConnection
-from loraplex.server.worker.pictures.face import receive_picture
+from loraplex.server.worker.pictures.service import PictureService
 from loraplex.server.worker.upload_face import UploadFace
 from loraplex.server.worker.worker import Worker
 
 MAX_ROUTERS = 256
 _RETRY = {"Retry-After": "1"}
+_PICTURE_LIMIT_S = 60.0
 
 
 class WorkerApp:
@@ -118,3 +122,22 @@ class WorkerApp:
     async def metrics(self, request: Request) -> Response:
         body, content_type = self._worker.render_metrics(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
+
+
+async def receive_picture(request: Request, service: PictureService) -> Response:
+    """Answers a PUT of `/pictures/DIGEST`. The digest must be the SHA-256 of the body."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(_PICTURE_LIMIT_S):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > MAX_PICTURE_BYTES:
+                    words = f"a picture has at most {MAX_PICTURE_BYTES} bytes"
+                    return JSONResponse({"error": words}, 413, {"connection": "close"})
+    except (ClientDisconnect, TimeoutError):
+        return Response(status_code=408, headers={"connection": "close"})
+    data, digest = bytes(body), request.path_params["digest"]
+    if (await asyncio.to_thread(hashlib.sha256, data)).hexdigest() != digest:
+        return JSONResponse({"error": "the bytes are not those of this picture"}, 400)
+    service.arrived(digest, data)
+    return Response(status_code=204)

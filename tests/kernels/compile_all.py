@@ -72,8 +72,7 @@ from loraplex.server.kernels.lora.pending import PendingDelta, PendingLora
 from loraplex.server.kernels.lora.scale_outputs import scale_outputs
 from loraplex.server.kernels.lora.segments import allocate_segments, route
 from loraplex.server.kernels.lora.shrink import gather_embedding, shrink
-from loraplex.server.kernels.lora.table import RANK_BLOCKS, LoraTable
-from loraplex.server.kernels.lora.vector_table import VectorTable
+from loraplex.server.kernels.lora.table import RANK_BLOCKS, LoraTable, VectorTable
 from loraplex.server.kernels.lora.workspace import allocate_workspace
 from loraplex.server.kernels.moe.choose import ChoiceRule, assign_experts
 from loraplex.server.kernels.moe.expert_lora import ExpertLora, add_expert_lora

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from loraplex.server.kernels.lora.scale_outputs import scale_outputs
-from loraplex.server.kernels.lora.vector_table import VectorTable
+from loraplex.server.kernels.lora.table import VectorTable
 
 
 @pytest.mark.parametrize("features", [1, 96, 1024, 2500])

@@ -13,11 +13,11 @@ from loraplex.server.engine.group.commands import (
     Command,
     Constrain,
     Encode,
+    GroupMember,
     UseCopy,
     decode_command,
     encode,
 )
-from loraplex.server.engine.group.member import GroupMember
 from loraplex.server.engine.plan import StepPlan
 
 # While copies are under way the end of one is looked for this often.

@@ -32,11 +32,11 @@ from loraplex.server.engine.group.commands import (
     Command,
     Constrain,
     Encode,
+    GroupMember,
     UseCopy,
     decode_answer,
     encode,
 )
-from loraplex.server.engine.group.member import GroupMember
 from loraplex.server.engine.plan import SliceResult, StepPlan
 
 log = logging.getLogger(__name__)

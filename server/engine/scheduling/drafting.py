@@ -10,9 +10,8 @@ from loraplex.adapters.common.newest import NewestKept
 from loraplex.server.constraints.constraint import Foresight
 from loraplex.server.constraints.wishes import ForesightWish
 from loraplex.server.engine.drafts.draft import NO_DRAFT, Draft, DraftOwner, under_grammar
-from loraplex.server.engine.drafts.gain import Acceptance, worth
+from loraplex.server.engine.drafts.gain import Acceptance, TokenPrice, worth
 from loraplex.server.engine.drafts.source import Drafts, DraftSource
-from loraplex.server.engine.drafts.token_price import TokenPrice
 from loraplex.server.engine.plan import SeqSlice
 from loraplex.server.engine.scheduling.sequence import Sequence
 

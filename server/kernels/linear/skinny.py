@@ -31,7 +31,7 @@ def skinny_product(
     kernel writes that may still run; bias `[out]` or None; all of one dtype. One kernel, no
     allocation. Raises ValueError on a mismatch.
     """
-    check_product(x, weight, bias, out)
+    check_operands(x, weight, bias, out, MAX_ROWS)
     (rows, features), n = x.shape, len(weight)
     _skinny_kernel[(triton.cdiv(n, config.block_n),)](
         operands(x, weight, bias, out),
@@ -64,13 +64,6 @@ def operands(
     The weight stands in place of a bias that is not there.
     """
     return x, weight, weight if bias is None else bias, out, x.stride(0), out.stride(0)
-
-
-def check_product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
-) -> None:
-    """Check the operands of `skinny_product`. Raises ValueError."""
-    check_operands(x, weight, bias, out, MAX_ROWS)
 
 
 def check_operands(

@@ -15,8 +15,9 @@ import triton.language as tl
 from loraplex.server.kernels.launch.configs import SkinnyLoraConfig
 from loraplex.server.kernels.launch.launch import dot_precision, let_next_start, wait
 from loraplex.server.kernels.linear.skinny import (
+    MAX_ROWS,
     Blocks,
-    check_product,
+    check_operands,
     load_weights,
     multiply,
     operands,
@@ -72,7 +73,7 @@ def skinny_product_lora(
     Table, slots and stack were complete when the kernel before this one began. Raises ValueError on
     a mismatch.
     """
-    check_product(x, weight, bias, out)
+    check_operands(x, weight, bias, out, MAX_ROWS)
     (rows, features), n = x.shape, len(weight)
     shrinking = _shrinking(features, config)
     widths = _check_lora(x, lora, n, shrinking)

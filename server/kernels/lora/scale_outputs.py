@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from loraplex.server.kernels.lora.vector_table import VectorTable
+from loraplex.server.kernels.lora.table import VectorTable
 
 _BLOCK = 1024
 
@@ -21,8 +21,7 @@ def scale_outputs(y: torch.Tensor, slots: torch.Tensor, table: VectorTable, site
         raise ValueError(f"a product must be contiguous: {list(y.shape)}, {y.stride()}")
     if slots.shape != (rows,) or slots.dtype != torch.int32:
         raise ValueError(f"slots must be int32 [{rows}], got {slots.dtype} {list(slots.shape)}")
-    if not 0 <= site < table.num_sites:
-        raise ValueError(f"site {site} is not in 0..{table.num_sites - 1}")
+    table.check_site(site)
     if rows:
         _scale_outputs_kernel[(rows * triton.cdiv(features, _BLOCK),)](
             y, slots, table.words, site, table.num_sites, features, BLOCK=_BLOCK

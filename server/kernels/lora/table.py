@@ -1,4 +1,4 @@
-"""The device table (adapter slot, site) -> weight pointers, ranks and scales that the kernels read.
+"""Device tables (adapter slot, site) -> weight pointers, ranks and scales that the kernels read.
 
 Owns the records' layout and their upload; the bytes they point to belong to whoever owns the arena.
 """
@@ -20,7 +20,44 @@ FLOAT32_SCALES = INT32_RANKS + MAX_PROJECTIONS + 1
 WIDEST = FLOAT32_SCALES + MAX_PROJECTIONS
 
 
-class LoraTable:
+class DeviceTable:
+    """Words of each slot on the device, and the host's copy, which `write` and `clear` change.
+
+    `upload` copies a slot's words to the device on the current stream. A slot must not be written
+    again before its last upload ran, and not uploaded while a step that reads the slot may run.
+    words: int64 `[slots, sites, ...]`.
+    """
+
+    def __init__(self, shape: tuple[int, ...], device: torch.device | str) -> None:
+        self.num_slots, self.num_sites = shape[:2]
+        self.device = torch.device(device)
+        self.words = torch.zeros(shape, dtype=torch.int64, device=self.device)
+        on_host = self.device.type == "cpu"
+        self._host = self.words if on_host else torch.zeros(shape, dtype=torch.int64).pin_memory()
+        self._records = self._host.numpy()
+
+    def upload(self, slot: int) -> None:
+        """Copy the slot's words to the device, asynchronously on the current stream."""
+        self._check_slot(slot)
+        if self._host is not self.words:
+            self.words[slot].copy_(self._host[slot], non_blocking=True)
+
+    def clear(self, slot: int) -> None:
+        """Make the slot touch nothing."""
+        self._check_slot(slot)
+        self._records[slot] = 0
+
+    def check_site(self, site: int) -> None:
+        """Check that the table has the site. Raises ValueError where it has not."""
+        if not 0 <= site < self.num_sites:
+            raise ValueError(f"site {site} is not in 0..{self.num_sites - 1}")
+
+    def _check_slot(self, slot: int) -> None:
+        if not 0 <= slot < self.num_slots:
+            raise ValueError(f"slot {slot} is not in 0..{self.num_slots - 1}")
+
+
+class LoraTable(DeviceTable):
     """Table of LoRA weights on the device. One 64-byte record for each (slot, site), slots
     outermost.
 
@@ -32,23 +69,12 @@ class LoraTable:
 
     Of experts A and B are those of the first; those of the others follow, each of the same size. A
     has fewer rows than the sum of the ranks where all projections read the same rows.
-
-    `write` and `clear` change the host's copy; `upload` copies a slot's records to the device on
-    the current stream. A slot must not be written again before its last upload ran, and not
-    uploaded while a step that reads the slot may run.
     """
 
     def __init__(self, num_sites: int, num_slots: int, device: torch.device | str) -> None:
         if num_sites < 1 or num_slots < 1:
             raise ValueError(f"expected at least one site and slot, got {num_sites}, {num_slots}")
-        self.num_sites = num_sites
-        self.num_slots = num_slots
-        self.device = torch.device(device)
-        shape = (num_slots, num_sites, RECORD_WORDS)
-        self.words = torch.zeros(shape, dtype=torch.int64, device=self.device)
-        on_host = self.device.type == "cpu"
-        self._host = self.words if on_host else torch.zeros(shape, dtype=torch.int64).pin_memory()
-        self._records = self._host.numpy()
+        super().__init__((num_slots, num_sites, RECORD_WORDS), device)
         self.ints = self.words.view(torch.int32)
         self.floats = self.words.view(torch.float32)
 
@@ -99,30 +125,30 @@ class LoraTable:
         floats = self._records[slot].view(np.float32)
         floats[:, FLOAT32_SCALES : FLOAT32_SCALES + MAX_PROJECTIONS] *= np.float32(scale)
 
-    def upload(self, slot: int) -> None:
-        """Copy the slot's records to the device, asynchronously on the current stream."""
-        self._check_slot(slot)
-        if self._host is not self.words:
-            self.words[slot].copy_(self._host[slot], non_blocking=True)
-
-    def clear(self, slot: int) -> None:
-        """Make the slot touch nothing."""
-        self._check_slot(slot)
-        self._records[slot] = 0
-
-    def check_site(self, site: int) -> None:
-        """Check that the table has the site. Raises ValueError where it has not."""
-        if not 0 <= site < self.num_sites:
-            raise ValueError(f"site {site} is not in 0..{self.num_sites - 1}")
-
     def check_slots(self, num_slots: int) -> None:
         """Check that the table has as many slots as segments know. Raises ValueError."""
         if num_slots > self.num_slots:
             raise ValueError(f"segments of {num_slots} slots, a table of {self.num_slots}")
 
-    def _check_slot(self, slot: int) -> None:
-        if not 0 <= slot < self.num_slots:
-            raise ValueError(f"slot {slot} is not in 0..{self.num_slots - 1}")
+
+class VectorTable(DeviceTable):
+    """Table of adapters' factors and addends for outputs. One address for each (slot, site), slots
+    outermost: of float32 `[2, out_features]`, by which a row of the base's product is
+    multiplied, and what is then added. 0 = the adapter has none.
+    """
+
+    def __init__(self, num_sites: int, num_slots: int, device: torch.device | str) -> None:
+        super().__init__((num_slots, num_sites), device)
+
+    def write(self, slot: int, sites: np.ndarray, addresses: np.ndarray) -> None:
+        """Write the addresses of all the slot's sites; sites that are not named have none.
+
+        Raises ValueError for an address that is not aligned.
+        """
+        for address in addresses[(addresses <= 0) | (addresses % POINTER_ALIGNMENT != 0)][:1]:
+            raise ValueError(f"{address} is no positive multiple of {POINTER_ALIGNMENT}")
+        self._records[slot] = 0
+        self._records[slot, sites] = addresses
 
 
 def _check_shapes(

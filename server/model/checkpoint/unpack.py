@@ -6,7 +6,6 @@ from typing import Any, NamedTuple, assert_never
 
 import torch
 
-from loraplex.server.model.checkpoint import mxfp4
 from loraplex.server.model.checkpoint.area import Area, Stored, UnpackedArea, around, units
 from loraplex.server.model.linear.packed import PackedWeight, packed, unpacked
 from loraplex.server.model.quantisation.forms import (
@@ -19,6 +18,7 @@ from loraplex.server.model.quantisation.forms import (
     RowwiseForm,
     WeightForm,
 )
+from loraplex.server.model.spec.linear_spec import MXFP4_BLOCK
 
 # Of a word's eight numbers, lowest bits first, the columns that they are of.
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -32,6 +32,12 @@ _ROWS = 0
 _MOST_OF_STATE = 4096
 _MOST_OF_BLOCK = 1 << 30
 _MOST = 1e30
+
+# MXFP4 is of OCP's Microscaling Formats 1.0: blocks of FP4 (E2M1) with a scale (E8M0).
+# By a code's four bits: sign, two of the exponent, one of the mantissa.
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
+SCALE_BIAS = 127
 
 
 def unpack_four_bits(form: FourBitForm, stored: Stored) -> UnpackedArea:
@@ -177,7 +183,7 @@ def _four_bit_floats(form: Fp4Form, stored: Stored) -> UnpackedArea:
         raise ValueError(f"{stored.shape[1]} inputs are no whole groups of {form.group}")
     codes, scales = stored[form.codes], stored["weight_scale"]
     if form.whole is None:
-        return mxfp4.grouped(codes, scales, stored.area)
+        return grouped(codes, scales, stored.area)
     whole = float(stored[form.whole].float().max())
     if not 0.0 < whole < _MOST:
         raise ValueError(f"{form.whole} must be a positive number, got {whole}")
@@ -185,7 +191,7 @@ def _four_bit_floats(form: Fp4Form, stored: Stored) -> UnpackedArea:
     of_groups = scales[area.rows, units(area.columns, form.group)].float()
     found = of_groups / whole if form.divides else of_groups * whole
     mine = codes[area.rows, units(area.columns, 2)].contiguous()
-    table = torch.tensor(mxfp4.E2M1)
+    table = torch.tensor(E2M1)
     return UnpackedArea(PackedWeight(mine, area.shape[1], 4, form.group, found, table=table), area)
 
 
@@ -345,3 +351,18 @@ def _bytes(words: torch.Tensor) -> torch.Tensor:
     if words.stride(-1) != 1:  # contiguous or not, where there is one column
         words = words.clone(memory_format=torch.contiguous_format)
     return words.contiguous().view(torch.uint8)
+
+
+def grouped(blocks: torch.Tensor, scales: torch.Tensor, area: Area) -> UnpackedArea:
+    """An area without unpacking. blocks: uint8 `[rows, n, 16]` or `[rows, 16 n]`, the lower four
+    bits first. scales: uint8 `[rows, n]`, powers of two, which become bfloat16: it has all of them,
+    and values have two significant bits. So all is exact."""
+    rows, inputs = scales.shape[0], scales.shape[1] * MXFP4_BLOCK
+    area = Area(area.rows, around(area.columns, MXFP4_BLOCK, inputs))
+    mine = area.rows, units(area.columns, MXFP4_BLOCK)
+    exponents = scales[mine].to(torch.int32) - SCALE_BIAS
+    powers = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents).bfloat16()
+    table = torch.tensor(E2M1, dtype=torch.float32, device=blocks.device)
+    codes = blocks.reshape(rows, scales.shape[1], -1)[mine].flatten(1).contiguous()
+    weight = PackedWeight(codes, area.shape[1], 4, MXFP4_BLOCK, powers, table=table)
+    return UnpackedArea(weight, area)

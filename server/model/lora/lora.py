@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from loraplex.adapters.manifest import SlabLayout
-from loraplex.server.kernels.lora.table import MAX_RANK, RANK_BLOCKS, LoraTable
-from loraplex.server.kernels.lora.vector_table import VectorTable
+from loraplex.server.kernels.lora.table import MAX_RANK, RANK_BLOCKS, LoraTable, VectorTable
 from loraplex.server.model.lora.arena_weights import DTYPES, Adapter, SiteWeights
 from loraplex.server.model.lora.own_rows import OwnParts, OwnSegment
 from loraplex.server.model.lora.sites import PlacedAdapter, Site, Sites, TowerSites, place

@@ -20,8 +20,8 @@ from loraplex.server.model.spec.model_spec import AttentionSpec, LayerSpec, Mode
 from loraplex.server.model.spec.moe_spec import MoeSpec
 from loraplex.server.model.spec.page_groups import page_groups, page_heads
 from loraplex.server.model.spec.picture_spec import PictureSpec
-from loraplex.server.model.spec.routing import routing_form
 from loraplex.server.model.spec.state_spec import DeltaNetSpec, Mamba2Spec, ShortConvSpec
+from loraplex.server.protocol import RoutingForm
 
 # CUDA's context, modules and handles, captured graphs, attention workspaces.
 _FIXED_WORKSPACE = 2 << 30
@@ -461,8 +461,23 @@ def executor_limits(
         disk_pages=(engine.disk_kv - of_disk) // (page + _FILE_BYTES) if page else 0,
         host_snapshots=host_snapshots(model, engine),
         disk_snapshots=of_disk // (each + _FILE_BYTES),
-        routing=routing_form(model),
+        routing=_routing_form(model),
     )
+
+
+def _routing_form(model: ModelSpec) -> RoutingForm | None:
+    """The form in which experts are reported; None where no layer has experts, or layers choose
+    unlike numbers of them.
+    """
+    of_layers = [
+        [feed for feed in layer.feed_forwards if isinstance(feed, MoeSpec)]
+        for layer in model.layers
+    ]
+    specs = [spec for layer in of_layers for spec in layer]
+    if len({spec.top_k for spec in specs}) != 1 or any(len(layer) > 1 for layer in of_layers):
+        return None
+    is_small = all(spec.experts <= 256 for spec in specs)
+    return RoutingForm(model.num_layers, specs[0].top_k, 1 if is_small else 2)
 
 
 def _max_context(model: ModelSpec, engine: EngineConfig, num_pages: int, page: int) -> int:

@@ -10,7 +10,7 @@ import pytest
 
 from loraplex.server.constraints.constraint import Constraint
 from loraplex.server.constraints.constraints import Constraints
-from loraplex.server.engine.drafts.token_price import TokenPrice
+from loraplex.server.engine.drafts.gain import TokenPrice
 from loraplex.server.engine.messages import StepOutput
 from loraplex.server.model.executor import TorchExecutor
 from loraplex.server.protocol import GenerateRequest

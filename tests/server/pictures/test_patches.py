@@ -35,9 +35,9 @@ from loraplex.server.protocol import (
     VisionCard,
     read_picture_head,
 )
+from loraplex.server.worker.pictures.decoder import write_patches
 from loraplex.server.worker.pictures.decoding import outcome
 from loraplex.server.worker.pictures.jobs import DecodeJob
-from loraplex.server.worker.pictures.patches import write_patches
 from tests.server.pictures.cards import (
     CLIP,
     GEMMA3,

@@ -8,8 +8,7 @@ import torch
 from loraplex.server.kernels.launch.configs import KernelConfigs, Phase, SkinnyLoraConfig
 from loraplex.server.kernels.linear.stack import Stack, allocate_stack, stack_rows
 from loraplex.server.kernels.lora.segments import Segments, allocate_segments, route
-from loraplex.server.kernels.lora.table import RANK_BLOCKS, LoraTable
-from loraplex.server.kernels.lora.vector_table import VectorTable
+from loraplex.server.kernels.lora.table import RANK_BLOCKS, LoraTable, VectorTable
 from loraplex.server.kernels.lora.workspace import Workspace, allocate_workspace
 from loraplex.server.model.lora.lora import AdapterTable, Reach
 from loraplex.server.model.lora.own_rows import OwnSegment

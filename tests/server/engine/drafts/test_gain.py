@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.server.engine.drafts.gain import Acceptance, Patience, worth
-from loraplex.server.engine.drafts.token_price import TokenPrice
+from loraplex.server.engine.drafts.gain import Acceptance, Patience, TokenPrice, worth
 
 CHANCES = st.lists(st.floats(0, 1), max_size=12)
 

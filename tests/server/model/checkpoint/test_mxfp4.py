@@ -4,7 +4,7 @@ import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from loraplex.server.model.checkpoint.area import whole
-from loraplex.server.model.checkpoint.mxfp4 import grouped
+from loraplex.server.model.checkpoint.unpack import grouped
 
 # OCP Microscaling Formats 1.0, FP4 E2M1, by code.
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]

@@ -49,8 +49,8 @@ def adapter_from(prompt_ids: Sequence[int], invocation: Sequence[int]) -> int | 
     """
     if not invocation:
         return 0
-    # Texts, with a character for each id that is sought. They are read backwards: `find` is quick
-    # with all texts, `rfind` takes minutes with some.
+    # A character for each id that is sought: bytes of ids match between two ids, too, perhaps
+    # everywhere. Backwards, since the time of `find` is bounded and that of `rfind` is not.
     letters = {token_id: chr(number) for number, token_id in enumerate(invocation, 1)}
     text, sought = (
         "".join(letters.get(token_id, "\0") for token_id in reversed(ids))

@@ -30,7 +30,7 @@ def test_table(prompt: list[int], invocation: tuple[int, ...], begins: int | Non
 
 
 def test_no_search_takes_longer_than_its_texts() -> None:
-    """One that compares all places takes hours here."""
+    """A search that tries all places takes hours here."""
     half = [1] * 250_000
     assert adapter_from(half * 2, (*half, 2, *half)) is None
     assert adapter_from([*half, 2, *half], (*half, 2, *half)) == 0

@@ -400,12 +400,13 @@ class Dispatcher:
     def _inbox(
         self, authorised: AuthorisedRequest, tokenised: TokenisedRequest, held: ExitStack
     ) -> Inbox:
-        call, most, gathers = tokenised.call, sys.maxsize, 1
+        call, most, nbytes, gathers = tokenised.call, sys.maxsize, sys.maxsize, 1
         if call.stream:
             most = self._config.max_stream_buffer * tokenised.num_sequences
+            nbytes = self._config.max_stream_buffer_bytes
         elif not (call.stop or call.stop_regex):  # else each token may end the work for the answer
             gathers = _GATHERED
-        inbox = Inbox(most, self._config.max_stream_buffer_bytes, gathers)
+        inbox = Inbox(most, nbytes, gathers)
         self._inboxes.add(inbox)
         if not authorised.caller.is_batch:
             ids = frozenset((authorised.request_id, *authorised.call.rids))

@@ -12,6 +12,8 @@ _TOKEN_BYTES = 36
 _ALTERNATIVE_BYTES = 120
 # That a reader gets at once: of a thousand choices an event each comes with every step.
 _AT_ONCE = 32
+# A reader with such a part of what it may have unread is behind.
+_BEHIND = 1 / 4
 
 
 # The slot of a sequence, its event, and when that came.
@@ -66,7 +68,8 @@ class Inbox:
 
     async def take(self) -> list[Arrival]:
         """Takes events that are there: at least one, and not too many, so that other requests have
-        their turn before the next. Raises the failure after the last of them.
+        their turn before the next. A reader that is behind takes all, so that it is not taken for
+        too slow where the process is. Raises the failure after the last of them.
         """
         if len(self._events) > _AT_ONCE:
             await asyncio.sleep(0)
@@ -75,7 +78,7 @@ class Inbox:
                 raise self._failure
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        if len(self._events) <= _AT_ONCE:
+        if self._is_full(_BEHIND) or len(self._events) <= _AT_ONCE:
             return self.rest()
         events = [self._events.popleft() for _ in range(_AT_ONCE)]
         self._nbytes -= sum(memory_of(event) for _, event, _ in events)
@@ -92,8 +95,9 @@ class Inbox:
     def failed(self) -> bool:
         return self._failure is not None
 
-    def _is_full(self) -> bool:
-        return len(self._events) >= self._max_events or self._nbytes > self._max_bytes
+    def _is_full(self, part: float = 1.0) -> bool:
+        most = part * self._max_events
+        return len(self._events) >= most or self._nbytes > part * self._max_bytes
 
     def _is_due(self) -> bool:
         most = self._gathers

@@ -375,7 +375,7 @@ async def test_an_inbox_is_bounded_in_events_and_in_memory() -> None:
 
 
 async def test_other_requests_have_their_turn_between_many_events() -> None:
-    inbox, turns, read = Inbox(1000, 400 * memory_of(event(0))), 0, list[Arrival]()
+    inbox, turns, read = Inbox(1000, 1000 * memory_of(event(0))), 0, list[Arrival]()
 
     async def others() -> None:
         nonlocal turns
@@ -393,9 +393,10 @@ async def test_other_requests_have_their_turn_between_many_events() -> None:
     beside.cancel()
     assert [slot for slot, _, _ in read] == [*range(200)]
     assert turns >= 200 // 32
-    for number in range(400):  # what was taken in pieces counts no more
+    for number in range(900):  # what was taken in pieces counts no more
         inbox.put(number, event(0), 0.0)
     assert not inbox.failed
+    assert len(await inbox.take()) == 900, "a reader that is behind catches up at once"
 
 
 async def test_one_event_is_always_taken() -> None:

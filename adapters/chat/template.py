@@ -216,11 +216,13 @@ def _check_roles(messages: Collection[Mapping[str, Any]], text: str) -> None:
         if message["role"] in USUAL_ROLES:
             continue
         for part in _parts(message["content"]):
-            at = text.find(part.get("text", "").strip(), at)
-            if at < 0:
+            sought = part.get("text", "").strip()
+            found = text.find(sought, at)
+            if found < 0:
                 role = message["role"]
                 why = f"the chat template writes no messages of the role {role!r} as they are"
                 raise TemplateFault(why, "unsupported")
+            at = found + len(sought)
 
 
 def _filled(tool: dict[str, Any]) -> dict[str, Any]:

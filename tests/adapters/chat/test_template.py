@@ -103,6 +103,13 @@ def test_a_role_that_would_be_lost_is_refused(source: str) -> None:
         ChatTemplate(source, {}).render(ROLES)
 
 
+def test_one_text_is_not_found_for_two_messages() -> None:
+    said = [{"role": "critic", "content": "dull"}, {"role": "critic", "content": "dull"}]
+    assert ChatTemplate(USUAL["loop"], {}).render(said).count("dull") == 2
+    with pytest.raises(TemplateFault, match="no messages of the role 'critic'"):
+        ChatTemplate("{{ messages[0].content }}", {}).render(said)
+
+
 VARIABLES = (
     "messages",
     "tools",

@@ -217,9 +217,9 @@ class TokenGraphs:
         captured = self._captured[size, self._ops.table.reach(token_slots)]
         if self._attention is not None:
             self._attention.fill(size, layout)
+        elif self._decoder.weights.embedding.positions is not None:
+            self._positions[:tokens].copy_(layout.positions)
         self._token_ids[:tokens].copy_(token_ids.roll(-first))
-        if self._decoder.weights.embedding.positions is not None:
-            self._positions[:tokens].copy_(layout.positions.roll(-first))
         if captured.lora is not None:
             slots = np.full(size, -1, dtype=np.int32)
             slots[:tokens] = np.roll(token_slots, -first)

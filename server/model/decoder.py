@@ -440,19 +440,22 @@ class Decoder(Generic[P, L, Y]):
         """The sum of a step's feed-forwards; where norms lie behind these, over all devices.
         normed: what those read that have no norm of their own."""
         step, ops = self._steps[number], self.ops
-        own = partial(self._norm, stream.hidden)
-        places = [
-            [self._place(feed_place(where, n), number) for where in (BEFORE_FEED, BEHIND_FEED)]
-            for n in range(len(step.own))
-        ]
+
+        def read(n: int, pre: Norm | None) -> torch.Tensor:
+            if pre is None:
+                return normed
+            place = self._place(feed_place(BEFORE_FEED, n), number)
+            return self._norm(stream.hidden, pre, lora, place)
+
         deltas = (
-            run(normed if pre is None else own(pre, lora, place), stream, lora)
-            for run, (pre, _), (place, _) in zip(step.feed_forwards, step.own, places, strict=True)
+            run(read(n, pre), stream, lora)
+            for n, (run, (pre, _)) in enumerate(zip(step.feed_forwards, step.own, strict=True))
         )
         if not step.sums_normed:
             return reduce(ops.plus, deltas)
         total = None
-        for delta, (_, post), (_, place) in zip(deltas, step.own, places, strict=True):
+        for n, (delta, (_, post)) in enumerate(zip(deltas, step.own, strict=True)):
+            place = self._place(feed_place(BEHIND_FEED, n), number)
             delta, post = self._behind(ops.reduce(delta), post, stream.hidden, lora, place)
             if total is not None:
                 _, total = ops.add_norm(delta, total, None, post)

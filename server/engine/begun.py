@@ -2,6 +2,7 @@
 
 _KEYS = 4096
 _COUNT, _ANY, _FIRST = 0, 1, 2
+_NO_KEY = -1
 
 
 class BegunSequences:
@@ -26,7 +27,10 @@ class BegunSequences:
 
     def take_back(self) -> None:
         """Forget the newest key: the sequence waits."""
-        self._words[_COUNT] -= 1
+        words = self._words
+        count = words[_COUNT] - 1
+        words[_FIRST + count % _KEYS] = _NO_KEY
+        words[_COUNT] = count
 
     def mind_all(self, whether: bool) -> None:
         """Note whether the work at hand may be about any sequence, also about one that waits."""
@@ -37,7 +41,7 @@ class BegunSequences:
         if self._words[_ANY]:
             return None
         count = min(self._words[_COUNT], _KEYS)
-        return frozenset(self._words[_FIRST : _FIRST + count])
+        return frozenset(self._words[_FIRST : _FIRST + count]) - {_NO_KEY}
 
     def clear(self) -> None:
         self._words[_COUNT] = self._words[_ANY] = 0

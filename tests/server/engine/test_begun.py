@@ -44,6 +44,17 @@ def test_the_newest_are_kept() -> None:
     assert begun.keys() == frozenset(range(10, NEWEST + 10))
 
 
+def test_what_waits_is_not_begun_however_many_began_before() -> None:
+    begun = BegunSequences(memoryview(bytearray(BegunSequences.NBYTES)))
+    for key in range(NEWEST):
+        begun.begin(key)
+    begun.begin(NEWEST)
+    begun.take_back()
+    assert begun.keys() == frozenset(range(1, NEWEST))
+    begun.begin(NEWEST + 1)
+    assert begun.keys() == frozenset({*range(1, NEWEST), NEWEST + 1})
+
+
 def test_work_for_any_sequence_names_none() -> None:
     begun = BegunSequences(memoryview(bytearray(BegunSequences.NBYTES)))
     begun.begin(1)

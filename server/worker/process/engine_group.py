@@ -41,11 +41,11 @@ class EngineGroup:
         """The leader's next frame. Raises EngineDied once any process is gone."""
         try:
             return await self._leader.receive()
-        except EngineDied:
+        except EngineDied as error:
             if self._failed is not None:
                 failed, self._failed = self._failed, None
                 return failed
-            if self._ended is not None:
+            if self._ended is not None and not error.from_outside:
                 raise self._ended from None
             raise
 
@@ -72,7 +72,8 @@ class EngineGroup:
                 elif not isinstance(frame, Alive):
                     raise EngineDied(f"it sent {type(frame).__name__}")
         except EngineDied as error:
-            self._ended = EngineDied(f"the process of device {number}: {error}", error.from_outside)
+            how = f"the process of device {number}: {error}"
+            self._ended = self._ended or EngineDied(how, error.from_outside)  # the rest follows
         self.kill()
 
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from loraplex.adapters.common.newest import NewestKept
 from loraplex.server.engine.scheduling.scheduler_config import SchedulerConfig
 from loraplex.server.engine.scheduling.sequence import Sequence
 
@@ -143,7 +144,7 @@ class PromptShares:
         self._config = config
         self._owed = dict[Payer, float]()  # time of steps before the payer's next prompt
         self._num_plans = 0
-        self._served = dict[str, _Served]()  # by tenant, longest ago first
+        self._served = NewestKept[str, _Served](_MOST_TENANTS)
         self.begin((), has_live=False)
 
     def begin(self, streams: Iterable[str], *, has_live: bool) -> None:
@@ -184,12 +185,10 @@ class PromptShares:
     def take(self, sequence: Sequence, start: int, num_new: int) -> None:
         """The step computes so many tokens of its prompt."""
         tenant = sequence.request.tenant
-        after, tokens = self._served.pop(tenant, _NOT_SERVED)
+        after, tokens = self._served.get(tenant, _NOT_SERVED)
         is_over = tokens + num_new >= TURN_TOKENS
         served = _Served(self._num_plans, 0) if is_over else _Served(after, tokens + num_new)
         self._served[tenant] = served
-        if len(self._served) > _MOST_TENANTS:
-            del self._served[next(iter(self._served))]
         payer, attended = _payer(sequence), num_new * (start + num_new / 2)
         self._tokens[payer is None] += num_new
         self._attended += attended

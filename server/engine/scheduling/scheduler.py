@@ -145,8 +145,7 @@ class Scheduler:
 
     def abort(self, key: int) -> None:
         """End a sequence with finish `abort`. An unknown key has ended already."""
-        sequence = self._sequences.get(key)
-        if sequence is not None:
+        if (sequence := self._sequences.get(key)) is not None:
             self._finish(sequence, "abort")
 
     def fail_running(self, code: ErrorCode, message: str) -> None:
@@ -167,8 +166,7 @@ class Scheduler:
 
     def slab_staged(self, staged: SlabStaged, now: float) -> None:
         copy = AdapterCopy(-1, staged.layout, staged.extents, ())
-        problem = self.loads.staged(copy, staged.load_s, now)
-        if problem is not None:
+        if (problem := self.loads.staged(copy, staged.load_s, now)) is not None:
             self._fail_waiters(self.loads.take_waiters(staged.layout.digest), problem)
 
     def slab_missing(self, digest: str, message: str) -> None:
@@ -292,14 +290,14 @@ class Scheduler:
 
     def _add_prompts(self, batch: Batch, longer: list[Sequence]) -> None:
         """Add the remaining prompts to the step, and admit waiting sequences; tenants take turns.
-        longer: running sequences of whose prompts more than a token is to be computed.
-        """
+        longer: running sequences of whose prompts more than a token is to be computed."""
+        waiting = {s.key: s for s in sorted(self._waiting, key=self.prompts.waiting_turn)}
         for sequence in sorted(longer, key=self.prompts.turn):
             if sequence.can_run:
-                self._admit(batch, self.prompts.turn(sequence))  # between two chunks
+                self._admit(batch, waiting, self.prompts.turn(sequence))  # between two chunks
                 if batch.room(sequence) > 0 and self._grow(batch, sequence):
                     batch.add(sequence)
-        self._admit(batch)
+        self._admit(batch, waiting)
 
     def _draft(self, batch: Batch, sequence: Sequence) -> list[int]:
         room = self.masks.room_for_draft(sequence, batch.room_for_draft(sequence))
@@ -367,28 +365,33 @@ class Scheduler:
         sequence.leaving = True
         self._settle(sequence)
 
-    def _admit(self, batch: Batch, before: PromptTurn | None = None) -> None:
-        """Start waiting sequences whose turn it is. before: None = all turns."""
+    def _admit(
+        self, batch: Batch, waiting: dict[int, Sequence], before: PromptTurn | None = None
+    ) -> None:
+        """Start those of `waiting` whose turn it is. What was tried leaves it: a plan's room only
+        shrinks. before: None = all turns."""
         has_row = self.rows.free or (self._running and self._running[-1].is_background)
         if batch.budget <= 0 or not has_row or any(s.leaving for s in self._departing):
             return
-        waiting = (s for s in self._waiting if before is None or self.prompts.turn(s) < before)
-        for sequence in sorted(waiting, key=self.prompts.waiting_turn):
-            if batch.budget <= 0:
-                return
-            if batch.room(sequence) <= 0 or self.loads.holds_back(sequence):
-                continue
-            if not self._has_row(sequence):
-                return
-            if not self.pages.look_up(sequence, bool(self._running)):
-                return  # in order, as below
-            if self.pages.is_computed_elsewhere(sequence) or not self.masks.admits(sequence):
-                continue
-            if not self.waits.is_ready(sequence):
-                discard(self._waiting, sequence)
-                self._enqueue(sequence)
-            elif not self._begin(batch, sequence):
+        turn = self.prompts.turn
+        for sequence in [s for s in waiting.values() if before is None or turn(s) < before]:
+            if batch.budget <= 0 or not self._try(batch, sequence):
                 return  # in order: small ones must not overtake a large one for ever
+            del waiting[sequence.key]
+
+    def _try(self, batch: Batch, sequence: Sequence) -> bool:
+        """Start a waiting sequence if that can be. False: those behind it wait, too."""
+        if batch.room(sequence) <= 0 or self.loads.holds_back(sequence):
+            return True
+        if not self._has_row(sequence) or not self.pages.look_up(sequence, bool(self._running)):
+            return False
+        if self.pages.is_computed_elsewhere(sequence) or not self.masks.admits(sequence):
+            return True
+        if self.waits.is_ready(sequence):
+            return self._begin(batch, sequence)
+        discard(self._waiting, sequence)
+        self._enqueue(sequence)
+        return True
 
     def _begin(self, batch: Batch, sequence: Sequence) -> bool:
         """Start a waiting sequence, or have it wait for pages that come back to the device. False:
@@ -412,8 +415,7 @@ class Scheduler:
     def _has_row(self, sequence: Sequence) -> bool:
         """Whether a row is free for the sequence. With none free, the last running sequence is
         preempted if it is a batch's and this one is not. Its row comes free once no step in
-        flight needs it.
-        """
+        flight needs it."""
         if not self.rows.free and sequence.takes_row_of_last(self._running):
             self._preempt(self._running[-1])
         return bool(self.rows.free)

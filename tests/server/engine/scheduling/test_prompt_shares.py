@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from loraplex.server.engine.plan import StepPlan
 from loraplex.server.engine.scheduling.prompt_shares import LEAST_TOKENS, TURN_TOKENS
 from loraplex.server.engine.scheduling.scheduler_config import SchedulerConfig
+from loraplex.server.engine.scheduling.sequence import Sequence, State
 from loraplex.server.protocol import BACKGROUND_PRIORITY
 from tests.server.engine.harness import Harness, limits, make_request
 
@@ -123,6 +124,31 @@ def test_prompts_of_a_tenant_do_not_stand_before_one_of_another(
     assert not all(scene.tokens(key) for key in many)
     assert len(scene.until(scene.ask("c", 10, 1))) <= depth + 1, "the turn is over"
     scene.until(*many)
+
+
+def test_a_plan_tries_what_waits_once_for_all_running_prompts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene = Scene(num_pages=2000, depth=1)
+    scene.streams("a", 2)
+    for tenant in "bcdef":
+        scene.ask(tenant, 12_000, 1)
+        scene.cycle()
+    for tenant in "ghij":
+        scene.ask(tenant, 3000, 1)
+    asked: list[int] = []
+    most = scene.scheduler.prompts.most
+
+    def counted(sequence: Sequence, tokens: int) -> int:
+        if sequence.state is State.WAITING:
+            asked.append(sequence.key)
+        return most(sequence, tokens)
+
+    monkeypatch.setattr(scene.scheduler.prompts, "most", counted)
+    for _ in range(20):
+        asked.clear()
+        scene.cycle()
+        assert len(asked) == len(set(asked))
 
 
 def test_long_prompts_of_tenants_take_turns() -> None:

@@ -94,7 +94,7 @@ class AdapterTable:
             placed.scales,
             placed.a_ranks,
         )
-        has = placed.vectors >= 0
+        has = placed.has_vectors
         self.vector_table.write(slot, placed.sites[has], start + placed.vectors[has])
         return Adapter(placed, self.sites, self.arena, self.dtype, of_tower)
 
@@ -126,9 +126,10 @@ class AdapterTable:
         self._reaches[slot] = Reach.NONE if only_tower else self._reach(placed)
         self._changes_model[slot] = self.sites.outside[placed.sites].any()
         self._changes_embedding[slot] = self.sites.embed.number in placed.sites
-        if placed.has_vectors or self._has_vectors[slot]:
+        has_vectors = placed.has_vectors.any()
+        if has_vectors or self._has_vectors[slot]:
             self.vector_table.upload(slot)
-        self._has_vectors[slot] = placed.has_vectors
+        self._has_vectors[slot] = has_vectors
         before, self._own[slot] = self._own[slot], OwnParts(adapter.own_rows(), adapter.own_norms())
         self._with_own += any(self._own[slot]) - any(before)
         vocab = self.sites.vocab_size
@@ -139,7 +140,7 @@ class AdapterTable:
     def _reach(self, placed: PlacedAdapter) -> Reach:
         if placed.norms is not None:
             return Reach.NORMS
-        if placed.has_vectors:
+        if placed.has_vectors.any():
             return Reach.OUTPUTS
         sites = placed.sites
         has_experts = (self.sites.of_experts[sites] | self.sites.routers[sites]).any()

@@ -255,8 +255,11 @@ class PlacedAdapter:
     norms: PlacedNorms | None = None
 
     @property
-    def has_vectors(self) -> bool:
-        return bool((self.vectors >= 0).any())
+    def has_vectors(self) -> np.ndarray:
+        """Say at which sites it changes the base's own product, bool `[n]`. Where it has all rows
+        of a table there is none of that: `OwnRows` adds its bias."""
+        whole = [table.site for table in self.tables if table.ids is None]
+        return (self.vectors >= 0) & ~np.isin(self.sites, whole)
 
 
 def place(

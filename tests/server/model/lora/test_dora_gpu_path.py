@@ -117,5 +117,6 @@ def test_tables_of_their_own(
 @pytest.mark.exhaustive
 def test_a_head_with_a_bias(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = {"modules_to_save": ["lm_head"]}
-    with own_tables_pair(whole, SMALL, tmp_path, monkeypatch, "phi", dora_graphs=True) as pair:
+    with own_tables_pair(whole, SMALL, tmp_path, monkeypatch, "phi") as pair:
         assert_same(pair, [0, BASE])
+        assert -2 in pair.graphs

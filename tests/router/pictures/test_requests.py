@@ -314,8 +314,8 @@ async def test_one_image_in_two_sizes(router: Running, worker: FakeWorker) -> No
         (
             sized(),
             {"max_pixels": 1, "size": {"longest_edge": 2}},
-            "mm_processor_kwargs",
-            "two sizes",
+            "mm_processor_kwargs.max_pixels",
+            "contradicts `mm_processor_kwargs.size`",
         ),
         (sized(), {"max_pixels": 1, "min_pixels": 2}, "mm_processor_kwargs", "more min_pixels"),
     ],

@@ -116,7 +116,7 @@ OPENAI_BAD: list[tuple[str, Any]] = [
     (CHAT, chat(top_logprobs=3)),
     (CHAT, chat(metadata="x")),
     (CHAT, chat(temperature=-0.1)),
-    (CHAT, chat(tools=[{"type": "function", "function": {"name": "f"}}])),
+    (CHAT, chat(tools=[{"type": "function", "function": {"name": ""}}])),
     (CHAT, chat(response_format={"type": "json"})),
     (CHAT, b'{"messages": ["\\u0000"'),
     (CHAT, b"\x00"),

@@ -223,7 +223,8 @@ async def test_a_killed_engine_ends_each_sequence_once_and_comes_back(tmp_path: 
             await router.until_status(running=8, waiting=1)
             psutil.Process(worker.engine_pid).send_signal(signal.SIGKILL)
             ended = await router.until_finished(*names, "waiting")
-            assert ended["waiting"].evidence == "none"
+            # Weak where the signal came while a step was planned, which may be about any sequence.
+            assert ended["waiting"].evidence in ("none", "weak")
             for name in names:
                 event = ended[name]
                 assert (event.finish, event.error) == ("error", "engine_lost")

@@ -10,7 +10,7 @@ class BegunSequences:
     go on costs nothing.
 
     memory: `NBYTES` that both map, zeros at first. The newest keys stand there. An older sequence
-    has a token by then, or has ended.
+    counts as one that waits: most have a token by then, or have ended.
     """
 
     NBYTES = 8 * (_FIRST + _KEYS)

@@ -179,7 +179,7 @@ def test_chunks_of_several_prompts(
 
 @pytest.mark.parametrize(("head_dim", "values"), [(64, 32), (80, 32)])
 def test_values_shared_among_programs(device: torch.device, head_dim: int, values: int) -> None:
-    """Of 80 features, padded to 128, the last program of three has half its own."""
+    """Programs share 64 features, or 80, of which the last program has half its own."""
     case = Case(CHUNKS, (4, 2, head_dim), ScoreRule(0.2, window=9), device=device, sinks=True)
     case.check(replace(small(2), most_values=values), idle=1)
 

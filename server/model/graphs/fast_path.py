@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -95,9 +96,7 @@ def _build_whole(parts: Parts, phases: StartPhases) -> Built:
     ops = CudaOps(*context, summed_sites(parts), row_form(linears), states=parts.states)
     few = replace(parts.weights, layers=parts.weights.layers[: model.kinds_within])
     decoder, of_each_kind = parts.decoder(ops), parts.decoder(ops, few)
-
-    def example(tokens: int) -> StepLayout:
-        return prompts_of(parts.rows, limits.max_context, tokens)
+    example = _examples(parts)
 
     def graphs_of(layers: CudaDecoder) -> TokenGraphs | None:
         if not sizes:
@@ -207,7 +206,7 @@ class _Start:
             if graphs is not None:
                 graphs.rehearse(reach)
             if token_graphs is not None:
-                token_graphs.rehearse(reach, self._example)
+                token_graphs.rehearse(reach, _examples(self.parts))
 
     def load_products(self) -> None:
         """Load products of steps outside graphs: of all tokens, and of rows with logits."""
@@ -235,7 +234,7 @@ class _Start:
             if graphs is not None:
                 graphs.capture(reach)
             if token_graphs is not None:
-                token_graphs.capture(reach, self._example)
+                token_graphs.capture(reach, _examples(self.parts))
         torch.cuda.synchronize()
         return graphs, token_graphs
 
@@ -266,9 +265,6 @@ class _Start:
             inside = GraphAttention(self.ops, prompts, page_table, most, *counts)
         return TokenGraphs(decoder, self.ops, self.prompt_sizes, inside)
 
-    def _example(self, tokens: int) -> StepLayout:
-        return prompts_of(self.parts.rows, self.parts.limits.max_context, tokens)
-
 
 def compile_together(launch: Callable[[], None]) -> None:
     """Compile the kernels that are launched, all at once. Without it kernels are compiled one by
@@ -294,6 +290,11 @@ def _families(parts: Parts) -> tuple[Reach, ...]:
     has_experts = parts.table.sites.of_experts.any()
     wanted = {Reach.EXPERTS: has_experts, Reach.OUTPUTS: parts.dora_graphs}
     return (Reach.NONE, Reach.LAYERS, *(reach for reach, is_wanted in wanted.items() if is_wanted))
+
+
+def _examples(parts: Parts) -> Callable[[int], StepLayout]:
+    """Makes the layout of prompts with so many tokens in all."""
+    return partial(prompts_of, parts.rows, parts.limits.max_context)
 
 
 def summed_sites(parts: Parts) -> SummedSites:

@@ -15,7 +15,7 @@ from loraplex.server.worker.sequences import weigh
 
 
 def lose(attempts: Attempts, accepted: int, evidence: Evidence | None = None) -> str:
-    """What follows; "probe" = again, as a suspect."""
+    """Note a failure and return what follows; "probe" = again, as a suspect."""
     step = attempts.failed("engine_lost", accepted, evidence)
     return "probe" if step == "again" and attempts.is_suspect else step
 

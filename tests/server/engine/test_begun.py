@@ -1,4 +1,4 @@
-"""What an engine had begun can be read when it is dead."""
+"""Sequences that a dead engine had begun, read from its memory."""
 
 import os
 import subprocess

@@ -93,10 +93,11 @@ class AnswerParts(msgspec.Struct, frozen=True):
         found = self._format(source, is_base, adapters_format)
         if found is None and not call.tools.is_demanded:
             message = (
-                "`tools`: the chat template does not tell how the model writes calls: the router's "
-                "`--tool-format`, or `tool_format` of an adapter's registration, does"
+                f"`{call.tools.field}`: the chat template does not tell how the model writes "
+                "calls: the router's `--tool-format`, or `tool_format` of an adapter's "
+                "registration, does"
             )
-            raise RequestError("unsupported", message, param="tools")
+            raise RequestError("unsupported", message, param=call.tools.field)
         return PartsOfAnswers(found or DEFAULT, reasoning)
 
     def _reasoning(self, source: str, is_base: bool) -> Reasoning | None:

@@ -166,7 +166,9 @@ def _within_budget(
 
 
 def _param(call: GenerationCall) -> str:
-    return "tools" if call.shape is None else call.shape.param
+    if call.shape is not None:
+        return call.shape.param
+    return "tools" if call.tools is None else call.tools.field
 
 
 def _spellings(words: tuple[str, ...], model: TextModel) -> tuple[tuple[int, ...], ...]:

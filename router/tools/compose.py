@@ -132,24 +132,22 @@ def _exact(tools: Tools, unbound: list[str]) -> Tools:
     """The tools with schemas that can be held to, or of any object for loose calls."""
     names = {tool.name for tool in tools.allowed}
     offered = tuple(
-        _exact_tool(tool, keeps_schema(tools, tool), f"tools[{i}].function.parameters", unbound)
-        if tool.name in names
-        else tool
-        for i, tool in enumerate(tools.offered)
+        _exact_tool(tool, keeps_schema(tools, tool), unbound) if tool.name in names else tool
+        for tool in tools.offered
     )
     return msgspec.structs.replace(tools, offered=offered)
 
 
-def _exact_tool(tool: Tool, keeps: bool, param: str, unbound: list[str]) -> Tool:
+def _exact_tool(tool: Tool, keeps: bool, unbound: list[str]) -> Tool:
     """The tool with the schema that calls keep to. Raises ShapeRefused for a strict tool."""
     if tool.parameters is None and keeps:
         return tool
     schema = {"type": "object", **(tool.parameters or {})} if keeps else _ANY_OBJECT
     try:
         if tool.strict:
-            held = checked(schema, param)
+            held = checked(schema, tool.place)
         else:
-            held, places = as_far_as_held(schema, param)
+            held, places = as_far_as_held(schema, tool.place)
             unbound += places
     except SchemaRefused as error:
         raise shape_refused(error) from None

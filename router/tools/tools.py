@@ -11,13 +11,14 @@ ToolMode = Literal["none", "auto", "required"]
 class Tool(msgspec.Struct, frozen=True):
     """A function that a model may call. parameters: a JSON schema of an object; None = no
     arguments. strict: the arguments of a call keep to the schema; else they are JSON of any form
-    where the format allows it.
+    where the format allows it. place: of the schema in the body.
     """
 
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool = False
+    place: str = "tools"
 
 
 class Tools(msgspec.Struct, frozen=True):
@@ -42,6 +43,11 @@ class Tools(msgspec.Struct, frozen=True):
     def is_held(self) -> bool:
         """Whether answers must keep to a grammar: to call at all, once, or by a schema."""
         return self.is_demanded or not self.parallel
+
+    @property
+    def field(self) -> str:
+        """The field of the body that has the tools."""
+        return self.offered[0].place.partition("[")[0]
 
     @property
     def allowed(self) -> tuple[Tool, ...]:

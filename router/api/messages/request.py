@@ -32,7 +32,6 @@ from loraplex.router.api.request.tool_fields import (
     MAX_TOOLS,
     Chosen,
     FunctionName,
-    for_template,
     offered_tools,
 )
 from loraplex.router.call import GenerationCall
@@ -91,7 +90,18 @@ def input_tools_of(
     for i, fields in enumerate(plain or ()):
         check_refused(fields, REFUSED_OF_TOOL, f"tools[{i}].")
     tools = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(offered or ()))
-    return offered_tools(tools, _chosen(choice), _is_parallel(choice), "name")
+    return offered_tools(tools, _chosen(choice), _is_parallel(choice))
+
+
+# Fields of a tool that say nothing to the model.
+_UNSHOWN = ("type", "cache_control", "eager_input_streaming", "defer_loading", *REFUSED_OF_TOOL)
+
+
+def _shown(tool: dict[str, Any]) -> dict[str, Any]:
+    """Returns a tool as templates read it: a function, with its fields as they came."""
+    said = {name: value for name, value in tool.items() if name not in _UNSHOWN}
+    named = {"parameters" if name == "input_schema" else name: said[name] for name in said}
+    return {"type": "function", "function": named}
 
 
 def _tool(tool: InputTool, where: str) -> Tool:
@@ -99,7 +109,8 @@ def _tool(tool: InputTool, where: str) -> Tool:
         hint = f"there is no tool {tool.type[:40]!r}: tools of the caller's are known"
         raise unsupported(f"{where}.type", hint)
     require(tool.input_schema is not None, "is needed", f"{where}.input_schema")
-    return Tool(tool.name, tool.description, tool.input_schema, bool(tool.strict))
+    place, strict = f"{where}.input_schema", bool(tool.strict)
+    return Tool(tool.name, tool.description, tool.input_schema, strict, place)
 
 
 def _chosen(choice: MessageToolChoice | None) -> Chosen:
@@ -236,7 +247,7 @@ def _request(body: bytes, kind: type[B], limits: ApiLimits, bearer: str | None) 
         sampling=sampling_of(request, limits, max_tokens=request.max_tokens, logprobs=None),
         max_tokens=request.max_tokens,
         add_special_tokens=False,
-        template=_template(request, tools),
+        template=_template(request, tools, plain.get("tools")),
         tools=tools,
         divides_reasoning=True,
         thinking_budget=None if request.thinking is None else request.thinking.budget_tokens,
@@ -262,7 +273,9 @@ def _decode(plain: dict[str, Any], kind: type[B], limits: ApiLimits) -> B:
     return request
 
 
-def _template(request: MessagesBody, tools: Tools | None) -> TemplateOptions:
+def _template(
+    request: MessagesBody, tools: Tools | None, plain: list[dict[str, Any]] | None
+) -> TemplateOptions:
     is_continued, thinking = is_begun(request.messages), request.thinking
     thinks = thinking is not None and thinking.type == "enabled"
     budget = None if thinking is None else thinking.budget_tokens
@@ -270,7 +283,7 @@ def _template(request: MessagesBody, tools: Tools | None) -> TemplateOptions:
     return TemplateOptions(
         add_generation_prompt=not is_continued,
         continue_final_message=is_continued,
-        tools=None if tools is None else for_template(tools),
+        tools=None if tools is None else list(map(_shown, plain or ())),
         in_loop=bool(request.tools),
         effort=_effort(request),
         thinks=thinks or None,

@@ -1,6 +1,5 @@
 """Tools in a chat's body: what the model may call, and what callers leave to it. Pure."""
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal, get_args
 
 import msgspec
@@ -93,7 +92,7 @@ def tools_of(
     Raises RequestError."""
     read = typed({"tools": offered or []}, _Offered).tools
     tools = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(read))
-    return offered_tools(tools, _chosen(choice), parallel, "function.name")
+    return offered_tools(tools, _chosen(choice), parallel)
 
 
 def functions_of(offered: list[dict[str, Any]], choice: FunctionCallChoice | None) -> Tools | None:
@@ -101,29 +100,21 @@ def functions_of(offered: list[dict[str, Any]], choice: FunctionCallChoice | Non
     RequestError.
     """
     read = typed({"functions": offered}, _Offered).functions
-    places = [f"functions[{i}]" for i in range(len(read))]
     chosen = Chosen("none" if choice == "none" else "auto")
     if isinstance(choice, NamedFunction):
         chosen = Chosen("required", ((choice.name, "function_call.name"),), True)
-    return offered_tools(tuple(map(_of_function, read)), chosen, False, "name", places)
+    tools = tuple(_of_function(each, f"functions[{i}]") for i, each in enumerate(read))
+    return offered_tools(tools, chosen, False)
 
 
-def offered_tools(
-    tools: tuple[Tool, ...],
-    chosen: Chosen,
-    parallel: bool | None,
-    name_field: str,
-    places: Sequence[str] = (),
-) -> Tools | None:
+def offered_tools(tools: tuple[Tool, ...], chosen: Chosen, parallel: bool | None) -> Tools | None:
     """Checks the tools of a request, and collects them with the choice among them; None = none may
-    be called. name_field: where a tool has its name. places: of the tools in the body; () = one
-    after another. Raises RequestError.
+    be called. Raises RequestError.
     """
     seen: set[str] = set()
-    for i, tool in enumerate(tools):
+    for tool in tools:
         message = f"{tool.name!r} is the name of an earlier tool, too"
-        place = places[i] if places else f"tools[{i}]"
-        require(tool.name not in seen, message, f"{place}.{name_field}")
+        require(tool.name not in seen, message, f"{tool.place.rpartition('.')[0]}.name")
         seen.add(tool.name)
     demands = chosen.names or chosen.mode == "required"
     require(tools or not demands, "needs `tools`", "tool_choice")
@@ -136,32 +127,18 @@ def offered_tools(
     return Tools(tools, chosen.mode, callable_, chosen.named, several)
 
 
-def for_template(tools: Tools) -> list[dict[str, Any]]:
-    """Tools of other APIs as templates read them, without what a caller leaves out."""
-    return [
-        {
-            "type": "function",
-            "function": {
-                "name": tool.name,
-                **({} if tool.description is None else {"description": tool.description}),
-                "parameters": tool.parameters or {"type": "object", "properties": {}},
-            },
-        }
-        for tool in tools.offered
-    ]
-
-
 def _tool(tool: OfferedTool, where: str) -> Tool:
     if tool.type != "function":
         raise unsupported(where, f"tools of type {tool.type[:40]!r} are not known, functions are")
     function = tool.function
     require(function is not None, "expected `function`", where)
     assert function is not None
-    return _of_function(function)
+    return _of_function(function, f"{where}.function")
 
 
-def _of_function(function: OfferedFunction) -> Tool:
-    return Tool(function.name, function.description, function.parameters, bool(function.strict))
+def _of_function(function: OfferedFunction, where: str) -> Tool:
+    place, strict = f"{where}.parameters", bool(function.strict)
+    return Tool(function.name, function.description, function.parameters, strict, place)
 
 
 def _chosen(choice: ToolChoice | None) -> Chosen:

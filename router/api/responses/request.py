@@ -29,7 +29,6 @@ from loraplex.router.api.request.tool_fields import (
     MAX_TOOLS,
     Chosen,
     FunctionName,
-    for_template,
     offered_tools,
 )
 from loraplex.router.api.responses.input_items import InputItem, messages_of
@@ -76,11 +75,12 @@ class FlatTool(OneTool, frozen=True):
 
 class PlacedTool(NamedTuple):
     """A tool of a request, with the place where it stands. tool: by the name that the model reads.
-    where: its place in the body. own_name: within its namespace, if it has one.
+    where: its place in the body. came: as it came. own_name: within its namespace, if it has one.
     """
 
     tool: OneTool
     where: str
+    came: dict[str, Any]
     namespace: str | None = None
     own_name: str | None = None
 
@@ -119,29 +119,31 @@ _SHELL_SCHEMA = {
 _SHELL_TEXT = "Runs a program on the user's machine: its name, then its arguments."
 
 
-def placed_tools(offered: list[FlatTool] | None) -> list[PlacedTool]:
+def placed_tools(
+    offered: list[FlatTool] | None, plain: list[dict[str, Any]] | None
+) -> list[PlacedTool]:
     """Place the tools of namespaces among the others. A name that several have is read with its
-    namespace before it. Raises RequestError."""
+    namespace before it. plain: as they came. Raises RequestError."""
     placed: list[PlacedTool] = []
-    for i, tool in enumerate(offered or ()):
+    for i, (tool, came) in enumerate(zip(offered or (), plain or (), strict=True)):
         where, is_space = f"tools[{i}]", tool.type == "namespace"
         require(is_space == bool(tool.tools), "goes with `namespace`", f"{where}.tools")
         if is_space:
             require(tool.name is not None, "expected a name", f"{where}.name")
-            placed += _inside(tool, where)
+            placed += _inside(tool, where, came["tools"])
         else:
-            placed.append(PlacedTool(tool, where))
+            placed.append(PlacedTool(tool, where, came))
     require(len(placed) <= MAX_TOOLS, f"expected at most {MAX_TOOLS}, got {len(placed)}", "tools")
     names = Counter(one.tool.name for one in placed)
     return [_distinct(one) if names[one.tool.name] > 1 else one for one in placed]
 
 
-def _inside(space: FlatTool, where: str) -> Iterator[PlacedTool]:
+def _inside(space: FlatTool, where: str, plain: list[dict[str, Any]]) -> Iterator[PlacedTool]:
     """Lists the tools of a namespace. Its description stands before each of theirs."""
     for j, tool in enumerate(space.tools or ()):
         description = "\n".join(text for text in (space.description, tool.description) if text)
         shown = msgspec.structs.replace(tool, description=description)
-        yield PlacedTool(shown, f"{where}.tools[{j}]", space.name, tool.name)
+        yield PlacedTool(shown, f"{where}.tools[{j}]", plain[j], space.name, tool.name)
 
 
 def _distinct(one: PlacedTool) -> PlacedTool:
@@ -156,8 +158,17 @@ def flat_tools_of(
 ) -> Tools | None:
     """Finds the tools that the model may call; None = none. Raises RequestError."""
     tools = tuple(_tool(one.tool, one.where) for one in offered)
-    places = [one.where for one in offered]
-    return offered_tools(tools, _chosen(choice), parallel, "name", places)
+    return offered_tools(tools, _chosen(choice), parallel)
+
+
+def _shown(one: PlacedTool, tool: Tool) -> dict[str, Any]:
+    """Returns a tool as templates read it: of a function the fields as they came. tool: it."""
+    named = {"name": tool.name, "description": tool.description or ""}
+    function = {**named, "parameters": tool.parameters}
+    if one.tool.type == "function":
+        said = {name: value for name, value in one.came.items() if name != "type"}
+        function = said | named if one.namespace else said
+    return {"type": "function", "function": function}
 
 
 def kinds_of(offered: list[PlacedTool]) -> dict[str, CallKind]:
@@ -185,8 +196,9 @@ def unheld_forms(offered: list[PlacedTool]) -> tuple[str, ...]:
 
 def _tool(tool: OneTool, where: str) -> Tool:
     """Makes a tool: `local_shell`, a custom one or a function. Raises RequestError."""
+    place = f"{where}.parameters"
     if tool.type == SHELL:
-        return Tool(SHELL, _SHELL_TEXT, _SHELL_SCHEMA, strict=True)
+        return Tool(SHELL, _SHELL_TEXT, _SHELL_SCHEMA, strict=True, place=place)
     if tool.type not in ("function", "custom"):
         known = "functions, custom tools, `local_shell` and namespaces are known"
         raise unsupported(f"{where}.type", f"there is no tool {tool.type[:40]!r}: {known}")
@@ -194,7 +206,7 @@ def _tool(tool: OneTool, where: str) -> Tool:
     if tool.type == "custom":
         return _custom(tool, where)
     require(tool.format is None, "goes with custom tools", f"{where}.format")
-    return Tool(tool.name or "", tool.description, tool.parameters, bool(tool.strict))
+    return Tool(tool.name or "", tool.description, tool.parameters, bool(tool.strict), place)
 
 
 def _custom(tool: OneTool, where: str) -> Tool:
@@ -214,7 +226,8 @@ def _custom(tool: OneTool, where: str) -> Tool:
         "required": ["input"],
         "additionalProperties": False,
     }
-    return Tool(tool.name or "", tool.description, schema, strict=form.syntax == "regex")
+    place = f"{where}.format"
+    return Tool(tool.name or "", tool.description, schema, form.syntax == "regex", place)
 
 
 def _chosen(choice: FlatChoice | None) -> Chosen:
@@ -345,7 +358,7 @@ def parse(
     sampling = sampling_of(
         request, limits, max_tokens=request.max_output_tokens, logprobs=_logprobs(request)
     )
-    offered = placed_tools(request.tools)
+    offered = placed_tools(request.tools, plain.get("tools"))
     tools = flat_tools_of(offered, request.tool_choice, request.parallel_tool_calls)
     call = GenerationCall(
         api="responses",
@@ -355,7 +368,7 @@ def parse(
         sampling=sampling,
         max_tokens=request.max_output_tokens,
         add_special_tokens=False,
-        template=_template(request, tools),
+        template=_template(request, offered, tools),
         tools=tools,
         divides_reasoning=True,
         shape=_shape(request),
@@ -436,9 +449,12 @@ def _format(request: ResponsesBody) -> TextFormat | None:
     return None if request.text is None else request.text.format
 
 
-def _template(request: ResponsesBody, tools: Tools | None) -> TemplateOptions:
+def _template(
+    request: ResponsesBody, offered: list[PlacedTool], tools: Tools | None
+) -> TemplateOptions:
+    shown = None if tools is None else list(map(_shown, offered, tools.offered))
     return TemplateOptions(
-        tools=None if tools is None else for_template(tools),
+        tools=shown,
         in_loop=bool(request.tools),
         effort=None if request.reasoning is None else request.reasoning.effort,
         verbosity=None if request.text is None else request.text.verbosity,

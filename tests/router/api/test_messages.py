@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from loraplex.router.api.messages import request as messages
 from loraplex.router.api.request.formatter import ApiLimits
@@ -167,7 +168,7 @@ def test_an_answer_goes_on_from_the_last_message() -> None:
 
 
 TOOL = {"name": "f", "description": "F", "input_schema": {"type": "object"}}
-F = Tool("f", "F", {"type": "object"})
+F = Tool("f", "F", {"type": "object"}, place="tools[0].input_schema")
 
 
 @pytest.mark.parametrize(
@@ -175,7 +176,7 @@ F = Tool("f", "F", {"type": "object"})
     [
         ({}, None, Tools((F,))),
         ({"type": "custom", "cache_control": {}}, {"type": "auto"}, Tools((F,))),
-        ({"strict": True}, None, Tools((Tool("f", "F", {"type": "object"}, True),))),
+        ({"strict": True}, None, Tools((replace(F, strict=True),))),
         (
             {},
             {"type": "auto", "disable_parallel_tool_use": True},
@@ -191,6 +192,17 @@ def test_tools(tool: dict[str, Any], choice: Any, tools: Tools | None) -> None:
     call = parse(tools=[TOOL | tool], tool_choice=choice)
     assert call.tools == tools
     assert (call.template.tools is None) == (tools is None)
+
+
+def test_templates_get_tools_as_they_came() -> None:
+    """Fields that say nothing to the model are left out, so that no prompt depends on them."""
+    schema = {"type": "object", "properties": {"b": {}, "a": {}}}
+    said = {"returns": {"x": [1]}, "input_schema": schema, "name": "f", "strict": True}
+    unsaid = {"type": "custom", "cache_control": {"type": "ephemeral"}, "defer_loading": True}
+    unsaid |= {"allowed_callers": ["direct"], "eager_input_streaming": True}
+    shown = {"returns": {"x": [1]}, "parameters": schema, "name": "f", "strict": True}
+    found = parse(tools=[said | unsaid]).template.tools
+    assert json.dumps(found) == json.dumps([{"type": "function", "function": shown}])
 
 
 @pytest.mark.parametrize(

@@ -239,7 +239,7 @@ ALLOWED = {
     "mode": "required",
     "tools": [{"type": "function", "name": "f"}],
 }
-F = Tool("f", "F", {}, True)
+F = Tool("f", "F", {}, True, "tools[0].parameters")
 
 
 @pytest.mark.parametrize(
@@ -266,6 +266,21 @@ def test_tools(fields: dict[str, Any], tools: Tools | None) -> None:
     answer = json.loads(asked.formatter(HEAD).whole([result("Hi")], [PROMPT]))
     assert answer["tools"] == [TOOL]
     assert answer["tool_choice"] == fields.get("tool_choice", "auto")
+
+
+def test_templates_get_tools_as_they_came() -> None:
+    """Those of a namespace have its name and description; what is no function is made one."""
+    further = {"returns": {"x": [1]}, "parameters": None, "name": "g", "type": "function"}
+    within: dict[str, Any] = {"name": "h", "type": "function", "strict": None, "parameters": {}}
+    tools = [TOOL, further, space("ns", within, description="N")]
+    found = parse(tools=tools).call.template.tools
+    expected = [
+        {"name": "f", "description": "F", "parameters": {}, "strict": True},
+        {"returns": {"x": [1]}, "parameters": None, "name": "g"},
+        {"name": "h", "strict": None, "parameters": {}, "description": "N"},
+    ]
+    shown = [{"type": "function", "function": function} for function in expected]
+    assert json.dumps(found) == json.dumps(shown)
 
 
 PATCH: dict[str, Any] = {

@@ -410,6 +410,10 @@ async def test_reasoning_that_the_prompt_begins(tmp_path: Path) -> None:
             {"tools": [strict({"pattern": "(?=a)b"})]},
             "tools[0].function.parameters.properties.place.pattern",
         ),
+        (
+            {"tools": None, "functions": [strict({"pattern": "(?=a)b"})["function"]]},
+            "functions[0].parameters.properties.place.pattern",
+        ),
     ],
 )
 async def test_calls_that_cannot_be_held(

@@ -418,6 +418,10 @@ def _say_tools(components: dict[str, Schema]) -> None:
     function = next(kind for kind in tool["properties"]["function"]["anyOf"] if "$ref" in kind)
     tool |= {"properties": {"type": {"const": "function"}, "function": function}}
     tool["required"] = ["function"]
+    call = components["MessageToolCall"]
+    called = next(kind for kind in call["properties"]["function"]["anyOf"] if "$ref" in kind)
+    call["properties"] |= {"type": {"not": {"const": "custom"}}, "function": called}
+    call["required"] = ["function"]
     tool = components["FlatTool"]
     properties = tool["properties"]
     names = [kind for kind in properties["name"]["anyOf"] if kind.get("type") == "string"]

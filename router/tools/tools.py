@@ -11,7 +11,8 @@ ToolMode = Literal["none", "auto", "required"]
 class Tool(msgspec.Struct, frozen=True):
     """A function that a model may call. parameters: a JSON schema of an object; None = no
     arguments. strict: the arguments of a call keep to the schema; else they are JSON of any form
-    where the format allows it. place: of the schema in the body.
+    where the format allows it. place: of the schema in the body. unheld: what the caller says of
+    its form there binds nothing.
     """
 
     name: str
@@ -19,6 +20,7 @@ class Tool(msgspec.Struct, frozen=True):
     parameters: dict[str, Any] | None = None
     strict: bool = False
     place: str = "tools"
+    unheld: bool = False
 
 
 class Tools(msgspec.Struct, frozen=True):
@@ -48,6 +50,11 @@ class Tools(msgspec.Struct, frozen=True):
     def field(self) -> str:
         """The field of the body that has the tools."""
         return self.offered[0].place.partition("[")[0]
+
+    @property
+    def unheld(self) -> tuple[str, ...]:
+        """The places of forms that bind nothing."""
+        return tuple(tool.place for tool in self.offered if tool.unheld)
 
     @property
     def allowed(self) -> tuple[Tool, ...]:

@@ -7,6 +7,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from loraplex.adapters.chat.conversation import TemplateOptions, Verbosity
+from loraplex.router.api.openai.calls import AnswerCall, CalledFunction, CallPart, CallWriter
 from loraplex.router.api.openai.common import (
     adapter_of,
     decode_openai,
@@ -48,7 +49,9 @@ from loraplex.router.api.request.tool_fields import (
     OfferedFunctions,
     OfferedTools,
     ToolChoice,
+    custom_names,
     functions_of,
+    shown_tools,
     tools_of,
 )
 from loraplex.router.api.wire import encode, finite, sse
@@ -60,7 +63,6 @@ from loraplex.router.call import (
     TextEvent,
     TextToken,
 )
-from loraplex.router.parts.parts import CallDelta
 from loraplex.router.tools.tools import Tools
 from loraplex.server.protocol import PixelBounds
 
@@ -83,21 +85,6 @@ class ChatTokenLogprob(msgspec.Struct, frozen=True):
 class ChoiceLogprobs(msgspec.Struct, frozen=True):
     content: list[ChatTokenLogprob]
     refusal: None = None
-
-
-class CalledFunction(msgspec.Struct, frozen=True):
-    """Function of a call in an answer, with its arguments. arguments: JSON text; in a stream the
-    next part of it. name: in a stream at first alone.
-    """
-
-    arguments: str
-    name: str | UnsetType = UNSET
-
-
-class AnswerCall(msgspec.Struct, frozen=True):
-    id: str
-    function: CalledFunction
-    type: Literal["function"] = "function"
 
 
 class AnswerMessage(msgspec.Struct, frozen=True):
@@ -145,15 +132,6 @@ class ChatCompletion(msgspec.Struct, frozen=True):
     prompt_logprobs: PromptLogprobs | None
     prompt_token_ids: list[int] | None
     kv_transfer_params: None = None
-
-
-class CallPart(msgspec.Struct, frozen=True):
-    """A part of the answer's call number `index`. id, type: of its first."""
-
-    index: int
-    function: CalledFunction
-    id: str | UnsetType = UNSET
-    type: Literal["function"] | UnsetType = UNSET
 
 
 class Delta(msgspec.Struct, frozen=True):
@@ -206,6 +184,7 @@ class ChatFormatter(OpenAIFormatter):
         super().__init__(head, options, "chatcmpl")
         self._calling: set[int] = set()
         self._reasoning: dict[int, str] = {}
+        self._calls = CallWriter(options.custom)
 
     def prompt(self, info: PromptInfo) -> bytes:
         """Writes the beginning of a prompt's choices: each begins with the role."""
@@ -228,7 +207,7 @@ class ChatFormatter(OpenAIFormatter):
         logprobs = self._logprobs(event.tokens)
         ids, data = self._options.ids(event.token_ids), b""
         reasoning = self._reasoning_now(event)
-        parts = [_call_part(delta) for delta in event.calls]
+        parts = self._calls.parts(event)
         if event.calls:
             self._calling.add(event.choice)
         has_text = event.text or reasoning or parts
@@ -256,7 +235,7 @@ class ChatFormatter(OpenAIFormatter):
     def _with_call(self, delta: Delta, part: CallPart | None) -> Delta:
         if part is None:
             return delta
-        if self._options.older_calls:
+        if self._options.older_calls and part.function:
             return msgspec.structs.replace(delta, function_call=part.function)
         return msgspec.structs.replace(delta, tool_calls=[part])
 
@@ -305,9 +284,7 @@ class ChatFormatter(OpenAIFormatter):
         text = self._options.echoed + result.text
         hides = self._options.reasoning == "never"
         reasoning = None if hides or not result.reasoning else result.reasoning
-        calls = [
-            AnswerCall(call.id, CalledFunction(call.arguments, call.name)) for call in result.calls
-        ]
+        calls = [self._calls.whole(call) for call in result.calls]
         older = self._options.older_calls
         return AnswerMessage(
             "assistant",
@@ -361,13 +338,6 @@ class ChatFormatter(OpenAIFormatter):
                 for top in listed(token) or token.top
             ],
         )
-
-
-def _call_part(delta: CallDelta) -> CallPart:
-    if delta.name is None:
-        return CallPart(delta.index, CalledFunction(delta.arguments))
-    function = CalledFunction(delta.arguments, delta.name)
-    return CallPart(delta.index, function, delta.id or UNSET, "function")
 
 
 def bytes_of(text: str) -> list[int] | None:
@@ -488,6 +458,7 @@ def request_of(request: ChatBody, limits: ApiLimits, bearer: str | None) -> ApiR
         tools=tools,
         divides_reasoning=request.separate_reasoning is not False,
         thinking_budget=None if reasoning.budget == -1 else reasoning.budget,
+        unbound=() if tools is None else tools.unheld,
     )
     call = with_shape(call, request, limits)
     options = msgspec.structs.replace(
@@ -496,6 +467,7 @@ def request_of(request: ChatBody, limits: ApiLimits, bearer: str | None) -> ApiR
         reasoning=_reasoning_sent(request, reasoning),
         named_call=tools is not None and tools.named,
         older_calls=bool(request.functions),
+        custom=custom_names(request.tools),
     )
     return ApiRequest(call, ChatFormatter, options)
 
@@ -566,7 +538,7 @@ def _template_options(
         add_generation_prompt=not continues if begins is None else begins,
         continue_final_message=continues,
         documents=request.documents,
-        tools=None if tools is None else shown,
+        tools=None if tools is None else shown_tools(shown, tools),
         in_loop=bool(shown),
         effort=reasoning.effort,
         thinks=reasoning.thinks,

@@ -36,7 +36,7 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: send the ids with the text. tokens_as_ids: name tokens `token_id:ID`, and list
     those that are no part of a message, too. id: the caller's own, in place of the request's.
     named_call: the caller named the tool to call, so that a call is what ends an answer.
-    older_calls: the caller's tools are OpenAI's older `functions`.
+    older_calls: the caller's tools are OpenAI's older `functions`. custom: names of custom tools.
     echoes_prompt: each prompt's text stands before its answers' (completions). echoed: what stands
     before each answer's text (chat).
     """
@@ -51,6 +51,7 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     reasoning: ReasoningSent = "streamed"
     named_call: bool = False
     older_calls: bool = False
+    custom: frozenset[str] = frozenset()
     echoes_prompt: bool = False
     echoed: str = ""
 

@@ -7,6 +7,7 @@ from msgspec import Meta
 
 from loraplex.adapters.chat.conversation import REASONING
 from loraplex.router.api.request.body import agreed, check_size, require
+from loraplex.router.api.request.custom_tools import custom_arguments
 from loraplex.router.api.request.fields import Positive
 from loraplex.router.api.request.known_elsewhere import unsupported
 from loraplex.router.call import RequestError
@@ -66,10 +67,28 @@ class FunctionCall(msgspec.Struct, frozen=True):
     arguments: str | dict[str, Any]
 
 
+class CustomCall(msgspec.Struct, frozen=True):
+    """Custom tool that an earlier message of the assistant calls. input: a text."""
+
+    name: str
+    input: str
+
+
 class MessageToolCall(msgspec.Struct, frozen=True):
-    function: FunctionCall
+    """A call of a function, or of a custom tool."""
+
+    function: FunctionCall | None = None
     id: str | None = None
     type: str = "function"
+    custom: CustomCall | None = None
+
+    @property
+    def called(self) -> FunctionCall:
+        """The call as the model has made it: to it all tools are functions."""
+        if self.custom is not None:
+            return FunctionCall(self.custom.name, custom_arguments(self.custom.input))
+        assert self.function is not None
+        return self.function
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -129,6 +148,10 @@ def _with_tool_calls(messages: list[Message], where: str) -> list[Message]:
     take. Raises RequestError."""
     found, call_id = list[Message](), None
     for i, message in enumerate(messages):
+        for j, made in enumerate(message.tool_calls or ()):
+            part = "custom" if made.type == "custom" else "function"
+            is_there = getattr(made, part) is not None
+            require(is_there, "is needed", f"{where}[{i}].tool_calls[{j}].{part}")
         call = message.function_call
         if call is not None:
             why = "goes with no `tool_calls`"
@@ -247,10 +270,12 @@ def text_part(part: ContentPart, param: str, hint: str = "send text") -> dict[st
 def _spelled_arguments(messages: list[Message]) -> list[str]:
     """The texts of calls' arguments: JSON inside of JSON, which nobody has checked yet."""
     calls = [call for message in messages for call in message.tool_calls or ()]
-    return [c.function.arguments for c in calls if isinstance(c.function.arguments, str)]
+    spelled = (call.called.arguments for call in calls)
+    return [arguments for arguments in spelled if isinstance(arguments, str)]
 
 
 def _tool_call(call: MessageToolCall) -> dict[str, Any]:
-    function = {"name": call.function.name, "arguments": call.function.arguments}
+    function = {"name": call.called.name, "arguments": call.called.arguments}
     ids = {} if call.id is None else {"id": call.id}
-    return {**ids, "type": call.type, "function": function}  # templates may write it as JSON
+    kind = "function" if call.custom else call.type
+    return {**ids, "type": kind, "function": function}  # templates may write it as JSON

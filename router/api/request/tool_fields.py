@@ -4,8 +4,10 @@ from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import astuple
 
 from loraplex.router.api.request.body import require, typed
+from loraplex.router.api.request.custom_tools import CustomFormat, custom_tool
 from loraplex.router.api.request.known_elsewhere import unsupported
 from loraplex.router.tools.tools import Tool, ToolMode, Tools
 
@@ -25,11 +27,32 @@ class OfferedFunction(msgspec.Struct, frozen=True):
     strict: bool | None = None
 
 
+class CustomGrammar(msgspec.Struct, frozen=True):
+    syntax: Literal["regex", "lark"]
+    definition: str
+
+
+class OfferedFormat(msgspec.Struct, frozen=True):
+    """The form of a custom tool's text."""
+
+    type: Literal["text", "grammar"]
+    grammar: CustomGrammar | None = None
+
+
+class OfferedCustom(msgspec.Struct, frozen=True):
+    """Custom tool, whose call is a text."""
+
+    name: FunctionName
+    description: str | None = None
+    format: OfferedFormat | None = None
+
+
 class OfferedTool(msgspec.Struct, frozen=True):
-    """A tool. OpenAI has further types; `function` alone is served. Without a type it is meant."""
+    """A tool: a function, which is meant without a type, or a custom tool."""
 
     type: str = "function"
     function: OfferedFunction | None = None
+    custom: OfferedCustom | None = None
 
 
 class NamedFunction(msgspec.Struct, frozen=True):
@@ -42,13 +65,15 @@ class FunctionChoice(msgspec.Struct, frozen=True, tag_field="type", tag="functio
     function: NamedFunction
 
 
-class AllowedTool(msgspec.Struct, frozen=True, tag_field="type", tag="function"):
-    function: NamedFunction
+class CustomChoice(msgspec.Struct, frozen=True, tag_field="type", tag="custom"):
+    """The model must call this custom tool."""
+
+    custom: NamedFunction
 
 
 class AllowedTools(msgspec.Struct, frozen=True):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[AllowedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[list[FunctionChoice | CustomChoice], Meta(min_length=1, max_length=MAX_TOOLS)]
 
 
 class AllowedChoice(msgspec.Struct, frozen=True, tag_field="type", tag="allowed_tools"):
@@ -65,7 +90,7 @@ _Tool, _Function = (
 OfferedTools = Annotated[list[Annotated[dict[str, Any], _Tool]], Meta(max_length=MAX_TOOLS)]
 OfferedFunctions = Annotated[list[Annotated[dict[str, Any], _Function]], Meta(max_length=MAX_TOOLS)]
 # A text that is no mode is the name of a function, as TGI has it.
-ToolChoice = str | FunctionChoice | AllowedChoice
+ToolChoice = str | FunctionChoice | CustomChoice | AllowedChoice
 # Of OpenAI's older `functions`.
 FunctionCallChoice = Literal["none", "auto"] | NamedFunction
 _MODES: dict[str, ToolMode] = {mode: mode for mode in get_args(ToolMode)}
@@ -74,6 +99,25 @@ _MODES: dict[str, ToolMode] = {mode: mode for mode in get_args(ToolMode)}
 class _Offered(msgspec.Struct, frozen=True):
     tools: list[OfferedTool] = []
     functions: list[OfferedFunction] = []
+
+
+def as_function(tool: Tool) -> dict[str, Any]:
+    """Describes to templates as a function what is none."""
+    said = {"name": tool.name, "description": tool.description or ""}
+    return {"type": "function", "function": {**said, "parameters": tool.parameters}}
+
+
+def shown_tools(came: list[dict[str, Any]], tools: Tools) -> list[dict[str, Any]]:
+    """Returns tools as templates read them: functions as they came, others as functions."""
+    names = custom_names(came)
+    both = zip(came, tools.offered, strict=True)
+    return [as_function(tool) if tool.name in names else plain for plain, tool in both]
+
+
+def custom_names(offered: list[dict[str, Any]] | None) -> frozenset[str]:
+    """Lists the names of custom tools among checked ones."""
+    kinds = (tool for tool in offered or () if tool.get("type") == "custom")
+    return frozenset(tool["custom"]["name"] for tool in kinds)
 
 
 class Chosen(msgspec.Struct, frozen=True):
@@ -128,12 +172,27 @@ def offered_tools(tools: tuple[Tool, ...], chosen: Chosen, parallel: bool | None
 
 
 def _tool(tool: OfferedTool, where: str) -> Tool:
+    if tool.type == "custom":
+        return _of_custom(tool.custom, f"{where}.custom")
     if tool.type != "function":
-        raise unsupported(where, f"tools of type {tool.type[:40]!r} are not known, functions are")
+        known = "functions and custom tools are"
+        raise unsupported(where, f"tools of type {tool.type[:40]!r} are not known, {known}")
     function = tool.function
     require(function is not None, "expected `function`", where)
     assert function is not None
     return _of_function(function, f"{where}.function")
+
+
+def _of_custom(custom: OfferedCustom | None, where: str) -> Tool:
+    require(custom is not None, "is needed", where)
+    assert custom is not None
+    place, form = f"{where}.format", custom.format or OfferedFormat("text")
+    has_grammar = form.grammar is not None
+    require(has_grammar == (form.type == "grammar"), "goes with `grammar`", f"{place}.grammar")
+    syntax, definition = (None, None) if form.grammar is None else astuple(form.grammar)
+    return custom_tool(
+        custom.name, custom.description, CustomFormat(form.type, syntax, definition), place
+    )
 
 
 def _of_function(function: OfferedFunction, where: str) -> Tool:
@@ -141,15 +200,20 @@ def _of_function(function: OfferedFunction, where: str) -> Tool:
     return Tool(function.name, function.description, function.parameters, strict, place)
 
 
-def _chosen(choice: ToolChoice | None) -> Chosen:
+def _named(choice: FunctionChoice | CustomChoice, where: str) -> tuple[str, str]:
+    """Returns a tool's name, and where the choice has it."""
     if isinstance(choice, FunctionChoice):
-        return Chosen("required", ((choice.function.name, "tool_choice.function.name"),), True)
+        return choice.function.name, f"{where}.function.name"
+    return choice.custom.name, f"{where}.custom.name"
+
+
+def _chosen(choice: ToolChoice | None) -> Chosen:
+    if isinstance(choice, FunctionChoice | CustomChoice):
+        return Chosen("required", (_named(choice, "tool_choice"),), True)
     if isinstance(choice, AllowedChoice):
         allowed = choice.allowed_tools
         where = "tool_choice.allowed_tools.tools"
-        names = [
-            (t.function.name, f"{where}[{i}].function.name") for i, t in enumerate(allowed.tools)
-        ]
+        names = (_named(tool, f"{where}[{i}]") for i, tool in enumerate(allowed.tools))
         return Chosen(allowed.mode, tuple(names))
     if choice is None:
         return Chosen()

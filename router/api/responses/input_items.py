@@ -16,8 +16,9 @@ from loraplex.router.api.request.chat_messages import (
     join_assistant,
     to_template,
 )
+from loraplex.router.api.request.custom_tools import custom_arguments
 from loraplex.router.api.request.known_elsewhere import unsupported
-from loraplex.router.api.responses.items import SHELL, custom_arguments, shell_arguments
+from loraplex.router.api.responses.items import SHELL, shell_arguments
 
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
 _PICTURE = "input_image"

@@ -9,6 +9,7 @@ from msgspec import UNSET, UnsetType
 
 from loraplex.adapters.common.strict_json import StrictJsonError, decode_object
 from loraplex.router.api.openai.chat import ChatTokenLogprob, TopLogprob, bytes_of
+from loraplex.router.api.request.custom_tools import custom_input
 from loraplex.router.api.wire import completed, finite
 from loraplex.router.call import AnswerHead, ChoiceResult, FinishReason, PromptInfo, TextToken
 
@@ -76,16 +77,11 @@ class Called(msgspec.Struct, frozen=True):
     def item(self, status: ItemStatus, arguments: str) -> AnyCallItem:
         """The item that shows the call. arguments: JSON text, as far as it came."""
         if self.kind == "custom":
-            text = _input(arguments)
+            text = custom_input(arguments)
             return CustomCallItem(self.id, status, self.call_id, self.name, text, self.namespace)
         if self.kind == "local_shell":
             return ShellCallItem(self.id, status, self.call_id, _action(arguments))
         return CallItem(self.id, status, self.call_id, self.name, arguments, self.namespace)
-
-
-def custom_arguments(text: str) -> str:
-    """Writes a custom tool's input as the arguments of a function."""
-    return msgspec.json.encode({"input": text}).decode()
 
 
 def shell_arguments(action: Mapping[str, Any]) -> str:
@@ -95,14 +91,6 @@ def shell_arguments(action: Mapping[str, Any]) -> str:
 
 
 _SHELL_FIELDS = ("command", "working_directory", "timeout_ms")
-
-
-def _input(arguments: str) -> str:
-    try:
-        found = decode_object(arguments.encode()).get("input")
-    except StrictJsonError:
-        found = None
-    return found if isinstance(found, str) else arguments
 
 
 def _action(arguments: str) -> ShellAction:

@@ -16,6 +16,7 @@ from loraplex.router.api.openai.common import (
     with_shared,
 )
 from loraplex.router.api.request.body import decode_plain, require
+from loraplex.router.api.request.custom_tools import CustomFormat, custom_tool
 from loraplex.router.api.request.fields import NonNegative, Positive
 from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
 from loraplex.router.api.request.known_elsewhere import (
@@ -29,6 +30,7 @@ from loraplex.router.api.request.tool_fields import (
     MAX_TOOLS,
     Chosen,
     FunctionName,
+    as_function,
     offered_tools,
 )
 from loraplex.router.api.responses.input_items import InputItem, messages_of
@@ -44,14 +46,6 @@ from loraplex.router.api.responses.stream import ResponseFormatter
 from loraplex.router.call import GenerationCall
 from loraplex.router.shape.shape import AnyJson, Shape
 from loraplex.router.tools.tools import Tool, Tools
-
-
-class CustomFormat(msgspec.Struct, frozen=True):
-    """The form of a custom tool's text. definition: a regular expression or a grammar."""
-
-    type: Literal["text", "grammar"]
-    syntax: Literal["regex", "lark"] | None = None
-    definition: str | None = None
 
 
 class OneTool(msgspec.Struct, frozen=True):
@@ -163,12 +157,12 @@ def flat_tools_of(
 
 def _shown(one: PlacedTool, tool: Tool) -> dict[str, Any]:
     """Returns a tool as templates read it: of a function the fields as they came. tool: it."""
-    named = {"name": tool.name, "description": tool.description or ""}
-    function = {**named, "parameters": tool.parameters}
-    if one.tool.type == "function":
-        said = {name: value for name, value in one.came.items() if name != "type"}
-        function = said | named if one.namespace else said
-    return {"type": "function", "function": function}
+    if one.tool.type != "function":
+        return as_function(tool)
+    said = {name: value for name, value in one.came.items() if name != "type"}
+    if one.namespace:
+        said |= {"name": tool.name, "description": tool.description}
+    return {"type": "function", "function": said}
 
 
 def kinds_of(offered: list[PlacedTool]) -> dict[str, CallKind]:
@@ -188,12 +182,6 @@ def namespaces_of(offered: list[PlacedTool]) -> dict[str, tuple[str | None, str 
     return {one.tool.name or "": (one.namespace, one.own_name) for one in spaced}
 
 
-def unheld_forms(offered: list[PlacedTool]) -> tuple[str, ...]:
-    """Grammars that bind nothing: a call's text is written as JSON, of which they say nothing."""
-    forms = [(one.where, one.tool.format) for one in offered]
-    return tuple(f"{where}.format" for where, form in forms if form and form.syntax == "lark")
-
-
 def _tool(tool: OneTool, where: str) -> Tool:
     """Makes a tool: `local_shell`, a custom one or a function. Raises RequestError."""
     place = f"{where}.parameters"
@@ -204,30 +192,9 @@ def _tool(tool: OneTool, where: str) -> Tool:
         raise unsupported(f"{where}.type", f"there is no tool {tool.type[:40]!r}: {known}")
     require(tool.name is not None, "expected a name", f"{where}.name")
     if tool.type == "custom":
-        return _custom(tool, where)
+        return custom_tool(tool.name or "", tool.description, tool.format, f"{where}.format")
     require(tool.format is None, "goes with custom tools", f"{where}.format")
     return Tool(tool.name or "", tool.description, tool.parameters, bool(tool.strict), place)
-
-
-def _custom(tool: OneTool, where: str) -> Tool:
-    """Makes a custom tool a function whose one argument is the text. Raises RequestError."""
-    form, text = tool.format or CustomFormat("text"), {"type": "string"}
-    is_grammar, definition = form.type == "grammar", form.definition or ""
-    for name in ("syntax", "definition"):
-        has = getattr(form, name) is not None
-        require(has == is_grammar, "goes with `grammar`", f"{where}.format.{name}")
-    if form.syntax == "regex":
-        text["pattern"] = f"^(?:{definition})$"
-    elif is_grammar:
-        text["description"] = f"A text of this grammar, in Lark's notation:\n{definition}"
-    schema = {
-        "type": "object",
-        "properties": {"input": text},
-        "required": ["input"],
-        "additionalProperties": False,
-    }
-    place = f"{where}.format"
-    return Tool(tool.name or "", tool.description, schema, form.syntax == "regex", place)
 
 
 def _chosen(choice: FlatChoice | None) -> Chosen:
@@ -372,7 +339,7 @@ def parse(
         tools=tools,
         divides_reasoning=True,
         shape=_shape(request),
-        unbound=() if tools is None else unheld_forms(offered),
+        unbound=() if tools is None else tools.unheld,
     )
     asked = _asked(request, offered, call, None if request.store is False else name)
     return ApiRequest(with_shared(call, request, limits), ResponseFormatter, asked)

@@ -701,6 +701,21 @@ def test_messages_reach_the_template_as_it_expects_them() -> None:
     assert call.tools is None
 
 
+def test_calls_of_custom_tools_go_back() -> None:
+    call = {"id": "1", "type": "custom", "custom": {"name": "f", "input": 'a"b'}}
+    result = {"role": "tool", "content": "c", "tool_call_id": "1"}
+    said = [{"role": "assistant", "tool_calls": [call]}, result]
+    function = {"name": "f", "arguments": '{"input":"a\\"b"}'}
+    called = [{"id": "1", "type": "function", "function": function}]
+    assistant = {"role": "assistant", "content": None, "tool_calls": called}
+    assert call_of(CHAT, messages=said).messages == [assistant, result]
+    for kind in ("custom", "function"):
+        said = [{"role": "assistant", "tool_calls": [{"id": "1", "type": kind}]}]
+        with pytest.raises(RequestError) as refused:
+            call_of(CHAT, messages=said)
+        assert refused.value.param == f"messages[0].tool_calls[0].{kind}"
+
+
 @pytest.mark.parametrize(
     ("fields", "thinks", "effort", "budget"),
     [

@@ -348,6 +348,36 @@ def test_a_call_of_an_older_function(choice: Any, reason: str) -> None:
     assert chunks[-1].finish_reason == reason
 
 
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [('{"input": "a\\nb"}', "a\nb"), ('{"input": "a', '{"input": "a'), ("", "")],
+)
+def test_calls_of_custom_tools(arguments: str, text: str) -> None:
+    """Whole as the SDK's types have them. A stream has the input in one piece."""
+    tools = {"tools": [{"type": "custom", "custom": {"name": "add"}}]}
+    calls = (ToolCall("call_1", "add", arguments), CALLS[1])
+    answer = json.loads(chat(**tools).whole([divided(calls=calls)], [PROMPT]))
+    choice = strict(ChatCompletion, answer).choices[0]
+    first, second = choice.message.tool_calls
+    assert (first.type, first.custom.name, first.custom.input) == ("custom", "add", text)
+    assert (second.type, second.function.name) == ("function", "now")
+    assert choice.finish_reason == "tool_calls"
+    pieces = [arguments[:9], arguments[9:]]
+    deltas = [CallDelta(0, "add", pieces[0], "call_1"), CallDelta(0, None, pieces[1])]
+    for following in ((), (CallDelta(1, "now", "{}", "call_2"),)):
+        events = [TextEvent(0, 0, "", (), None, 1, (5,), calls=(delta,)) for delta in deltas]
+        events.append(TextEvent(0, 0, "", (), "eos", 1, (7,), calls=following))
+        *parts, _ = stream(chat(stream=True, **tools), events)
+        sent = [
+            each for part in parts for each in part["choices"][0]["delta"].get("tool_calls", ())
+        ]
+        begun = {"index": 0, "custom": {"input": "", "name": "add"}}
+        assert sent[0] == {**begun, "id": "call_1", "type": "custom"}
+        assert sent[1] == {"index": 0, "custom": {"input": text}}
+        assert [each["id"] for each in sent[2:]] == [call.id for call in following]
+        assert parts[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
 def test_streamed_calls_and_reasoning() -> None:
     *parts, done = stream(chat(stream=True), CALL_EVENTS)
     chunks = [strict(ChatCompletionChunk, part).choices[0] for part in parts]

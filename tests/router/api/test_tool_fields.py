@@ -6,12 +6,14 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from loraplex.router.api.request.formatter import ApiLimits
+from loraplex.router.api.responses import request as responses
 from loraplex.router.call import RequestError
 from loraplex.router.tools.tools import Tool, Tools
 from tests.router.api.test_bodies import CHAT, call_of
 
 PLACE = {"type": "object", "properties": {"place": {"type": "string"}}}
-WEATHER = {
+WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {"name": "weather", "description": "of a place", "parameters": PLACE},
 }
@@ -63,6 +65,38 @@ def test_templates_get_tools_as_they_came() -> None:
     assert json.dumps(call_of(CHAT, tools=offered).template.tools) == json.dumps(offered)
 
 
+def custom(name: str, **form: Any) -> dict[str, Any]:
+    said = {"name": name, "description": "C"} | ({"format": form} if form else {})
+    return {"type": "custom", "custom": said}
+
+
+def test_custom_tools_are_functions_of_a_text() -> None:
+    """As those of `/v1/responses`: the text keeps to a regex, and a grammar of Lark is shown."""
+    date = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "[0-9]+|x"}}
+    code = {"type": "grammar", "grammar": {"syntax": "lark", "definition": 'start: "x"'}}
+    tools = [WEATHER, custom("say", type="text"), custom("date", **date), custom("code", **code)]
+    chosen = {"type": "custom", "custom": {"name": "say"}}
+    among = {"mode": "auto", "tools": [chosen, named("weather")]}
+    call = call_of(CHAT, tools=tools, tool_choice={"type": "allowed_tools", "allowed_tools": among})
+    flat: list[dict[str, Any]] = [{"type": "function", **WEATHER["function"]}]
+    for tool in tools[1:]:
+        form = tool["custom"]["format"]
+        said: dict[str, Any] = {"type": form["type"]} | form.get("grammar", {})
+        flat.append({"type": "custom", **tool["custom"], "format": said})
+    body = {"model": "base", "input": "hi", "tools": flat}
+    twin = responses.parse(json.dumps(body).encode(), ApiLimits(base_names=("base",))).call
+    assert call.tools is not None
+    assert twin.tools is not None
+    assert call.template.tools == twin.template.tools
+    offered = [replace(tool, place="") for tool in call.tools.offered]
+    assert offered == [replace(tool, place="") for tool in twin.tools.offered]
+    assert call.tools.callable == ("say", "weather")
+    assert call.unbound == ("tools[3].custom.format",)
+    must = call_of(CHAT, tools=tools, tool_choice=chosen).tools
+    assert must is not None
+    assert (must.callable, must.named) == (("say",), True)
+
+
 OLDER = [tool["function"] for tool in (WEATHER, NOW)]
 OLD = tuple(replace(tool, place=f"functions[{i}].parameters") for i, tool in enumerate(BOTH))
 
@@ -104,10 +138,23 @@ def test_functions_of_old_are_tools_of_which_one_is_called(
         ),
         ({"tools": [NOW], "tool_choice": "later"}, "tool_choice"),
         ({"tools": [NOW], "tool_choice": ""}, "tool_choice"),
-        ({"tools": [NOW], "tool_choice": {"type": "custom"}}, "tool_choice.type"),
+        ({"tools": [NOW], "tool_choice": {"type": "custom"}}, "tool_choice.custom"),
+        ({"tools": [NOW], "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [], "tool_choice": named("now")}, "tool_choice"),
-        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0]"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].custom"),
+        ({"tools": [custom("a b")]}, "tools[0].custom.name"),
+        ({"tools": [NOW, custom("now")]}, "tools[1].custom.name"),
+        ({"tools": [custom("x", type="grammar")]}, "tools[0].custom.format.grammar"),
+        (
+            {"tools": [custom("x", type="grammar", grammar={"syntax": "lark"})]},
+            "tools[0].custom.format.grammar.definition",
+        ),
+        (
+            {"tools": [NOW], "tool_choice": {"type": "custom", "custom": {"name": "x"}}},
+            "tool_choice.custom.name",
+        ),
         ({"tools": [{"type": "function"}]}, "tools[0]"),
         ({"tools": [NOW, "now"]}, "tools[1]"),
         ({"tools": [{"type": "function", "function": {"name": 1}}]}, "tools[0].function.name"),

@@ -125,7 +125,8 @@ class OwnTable(msgspec.Struct, frozen=True):
     """Rows that replace those of `embed_tokens` or `lm_head` (module).
 
     tensor: `[rows, hidden]`. ids: the token of each row; () = the adapter's whole vocabulary.
-    trained: rows that replace some of a whole table, `[len(trained_ids), hidden]`.
+    trained: rows that replace some of a whole table, `[len(trained_ids), hidden]`. lora: it is
+    added to a whole table.
     """
 
     module: str
@@ -133,6 +134,7 @@ class OwnTable(msgspec.Struct, frozen=True):
     ids: tuple[int, ...]
     trained: TensorInfo | None = None
     trained_ids: tuple[int, ...] = ()
+    lora: ModuleLora | None = None
 
     @property
     def size(self) -> int:
@@ -141,7 +143,8 @@ class OwnTable(msgspec.Struct, frozen=True):
 
     @property
     def tensors(self) -> tuple[TensorInfo, ...]:
-        return (self.tensor,) if self.trained is None else (self.tensor, self.trained)
+        own = (self.tensor,) if self.trained is None else (self.tensor, self.trained)
+        return own if self.lora is None else (*own, *self.lora.tensors)
 
 
 class OwnNorm(msgspec.Struct, frozen=True, gc=False):
@@ -212,7 +215,8 @@ class LoraTensors(msgspec.Struct, frozen=True):
     @property
     def sites(self) -> tuple[Site, ...]:
         """The targeted modules that have tensors."""
-        return tuple(site for module in self.modules for site in module.sites)
+        added = (table.lora for table in self.tables if table.lora is not None)
+        return tuple(site for module in (*self.modules, *added) for site in module.sites)
 
     @property
     def tensors(self) -> tuple[TensorInfo, ...]:

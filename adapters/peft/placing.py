@@ -25,6 +25,7 @@ from loraplex.adapters.peft.lora_tensors import (
     StackedLora,
 )
 from loraplex.adapters.peft.own_weights import (
+    EMBEDDING,
     TablePlacer,
     are_tied,
     check_dtype,
@@ -45,6 +46,7 @@ from loraplex.adapters.violations import Findings
 
 # Side -> tensor.
 Pair = Mapping[str, TensorInfo]
+_AnyLora = ModuleLora | ExpertsLora | StackedLora
 
 
 # Stored names of each side.
@@ -238,6 +240,13 @@ def stacked_loras(
         )
 
 
+def _resized(module: BaseModule, size: int) -> BaseModule:
+    """Returns a table of so many tokens; 0 = it is as the base has it."""
+    features = "in_features" if module.name == EMBEDDING else "out_features"
+    shape = msgspec.structs.replace(module.shape, **{features: size}) if size else module.shape
+    return msgspec.structs.replace(module, shape=shape)
+
+
 class ModulePlacer:
     """Places all tensors of an adapter, and adds to `findings`."""
 
@@ -258,24 +267,29 @@ class ModulePlacer:
         self._missing: list[Site] = []
 
     def place(self) -> LoraTensors:
-        modules: list[ModuleLora | ExpertsLora | StackedLora] = []
+        modules: list[_AnyLora] = []
+        tables = self._tables()
+        whole = {table.module: table.size for table in tables if not table.ids}
         stacked = {(lora.layer, lora.module): lora for lora in self._stacked()}
         # A model of transformers 5 has no module for each expert: there `gate_proj` in
         # `target_modules` does not mean the experts.
         of_experts = self._found.has_experts
         for module in base_modules(self._base):
-            lora: ModuleLora | ExpertsLora | StackedLora | None
+            lora: _AnyLora | None
             if not module.shape.is_of_experts:
-                lora = self._module(module, module.path, (module.layer, module.name))
+                resized = _resized(module, whole.get(module.name, 0))
+                lora = self._module(resized, module.path, (module.layer, module.name))
             elif of_experts:
                 lora = self._experts(module)
             else:
                 lora = stacked.get((module.layer, module.name))
             if lora is not None:
                 modules.append(lora)
-        found, missing, tables = self._found, tuple(self._missing), self._tables()
-        whole = {table.module: table.size for table in tables if not table.ids}
+        found, missing = self._found, tuple(self._missing)
         biases = tuple(self._biases(whole))
+        added = {lora.module: lora for lora in modules if lora.layer < 0 and lora.module in whole}
+        tables = tuple(self._with_lora(table, added.get(table.module)) for table in tables)
+        modules = [lora for lora in modules if lora.layer >= 0 or lora.module not in added]
         return LoraTensors(
             self._matcher.config,
             tuple(modules),
@@ -292,6 +306,16 @@ class ModulePlacer:
     def _tables(self) -> tuple[OwnTable, ...]:
         config, found = self._matcher.config, self._found
         return TablePlacer(config, found.tables, found.rows, self._base, self._findings).place()
+
+    def _with_lora(self, table: OwnTable, lora: _AnyLora | None) -> OwnTable:
+        """Joins a table that the training has resized with its LoRA."""
+        if not isinstance(lora, ModuleLora):
+            return table
+        if lora.vectors or table.trained is not None:
+            kind = "trainable_token_indices" if table.trained is not None else "DoRA or lora_bias"
+            message = f"{table.module}: {kind} beside LoRA of a resized table is not supported"
+            self._findings.add("unsupported_feature", table.module, message)
+        return msgspec.structs.replace(table, lora=lora)
 
     def _norms(self) -> Iterator[OwnNorm]:
         config, found = self._matcher.config, self._found

@@ -61,7 +61,8 @@ class SlabTarget(NamedTuple):
     """Some numbers of a tensor, and their place in the slab.
 
     place: indexed by row, then by column in one dimension or several. rows, columns: of the tensor.
-    factor: multiplies the numbers. is_wide: they are float32, whatever the slab's dtype.
+    factor: multiplies the numbers. is_wide: they are float32, whatever the slab's dtype. added:
+    LoRA that is added to a table's rows.
     """
 
     tensor: TensorInfo
@@ -70,12 +71,14 @@ class SlabTarget(NamedTuple):
     columns: slice = slice(None)
     factor: float = 1.0
     is_wide: bool = False
+    added: ModuleLora | None = None
 
     @property
     def whole(self) -> Raw | None:
         """The place of the whole tensor, if the slab has the same numbers in the same order."""
         everything = self.place.size == math.prod(self.tensor.shape)
-        if everything and self.factor == 1 and self.place.flags.c_contiguous:
+        as_stored = self.factor == 1 and self.added is None
+        if everything and as_stored and self.place.flags.c_contiguous:
             return self.place.reshape(-1).view(np.uint8)
         return None
 
@@ -252,7 +255,8 @@ def _table_targets(
         yield from _side_by_side(((table.tensor, run) for run in rows), numbers)
         return
     for source, target in pieces_of_table(len(_rows(table.tensor)), vocab, shard):
-        yield from _side_by_side(_table_rows(table, source.start, source.stop), numbers[target])
+        parts = _side_by_side(_table_rows(table, source.start, source.stop), numbers[target])
+        yield from (part._replace(added=table.lora) for part in parts)
 
 
 def _side_by_side(
@@ -442,7 +446,9 @@ class _Packer:
         self._dtype: SlabDtype = "float32" if targets[0].is_wide else self._own_dtype
         self._item_bytes = ITEM_BYTES[self._dtype]
         whole = targets[0].whole if len(targets) == 1 else None
-        if whole is not None:
+        if any(target.added for target in targets):
+            self._pack_sums(tensor, targets)
+        elif whole is not None:
             self._copy(tensor, whole)
         else:
             for first, rows in self._row_blocks(tensor, targets[0].factor):
@@ -451,6 +457,37 @@ class _Packer:
         if not self._fitting:
             message = f"{tensor.name} has values too large for {self._dtype}"
             self.violations.append(Violation("overflow", tensor.name, message))
+
+    def _pack_sums(self, tensor: TensorInfo, targets: list[SlabTarget]) -> None:
+        """Packs a table with the LoRA that is added to its rows, rounded once."""
+        loras = {part.added.module: part.added for part in targets if part.added is not None}
+        sides = {module: self._sides(lora) for module, lora in loras.items()}
+        for first, block in self._float_blocks(tensor):
+            for target in targets:
+                total = block
+                if target.added is not None:
+                    left, right = sides[target.added.module]
+                    total = block + left[first : first + len(block)] @ right
+                raw = np.ascontiguousarray(total).view(np.uint8).reshape(-1)
+                self._fitting &= fits(raw, "F32", self._own_dtype)
+                rows = np.empty(total.shape, f"<u{ITEM_BYTES[self._own_dtype]}")
+                convert_into(raw, "F32", rows.view(np.uint8).reshape(-1), self._own_dtype)
+                target.write(first, rows)
+
+    def _sides(self, lora: ModuleLora) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        """Reads `[tokens, rank]` and `[rank, hidden]`, whose product a table's rows get."""
+        a, b = (
+            np.concatenate([rows.copy() for _, rows in self._float_blocks(tensor)])
+            for tensor in lora.tensors
+        )
+        left, right = (a.T, b.T) if lora.module == "embed_tokens" else (b, a)
+        return left, right * np.float32(lora.scale)
+
+    def _float_blocks(self, tensor: TensorInfo) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
+        """Yields a tensor's rows as `_row_blocks` does, in float32."""
+        self._dtype, self._item_bytes = "float32", ITEM_BYTES["float32"]
+        for first, rows in self._row_blocks(tensor, 1.0):
+            yield first, rows.view(np.float32)
 
     def _copy(self, tensor: TensorInfo, out: Raw) -> None:
         """Copies a tensor of which the slab has the same numbers in the same order."""

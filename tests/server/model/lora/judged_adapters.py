@@ -70,12 +70,11 @@ def assert_as_peft(
     driver = Driver(base) if shards == 1 else ShardedDriver(base, shards)
     for shift in (0, 1):
         slots = driver.load_all(found, shift, first=5 * shift)
-        streams = {
-            name: Stream(
-                driver, row, [t % TOKENS for t in prompt(9, row)], slot=slot, sampling=GREEDY
-            )
-            for row, (name, slot) in enumerate(slots.items())
-        }
+        streams = {}
+        for row, (name, slot) in enumerate(slots.items()):
+            last = (adapters.get(name or "", {}).get("rows") or TOKENS) - 1
+            ids = [last, *(token % TOKENS for token in prompt(9, row))]
+            streams[name] = Stream(driver, row, ids, slot=slot, sampling=GREEDY)
         generate(driver, [*streams.values()], 4, 5)
         for name, stream in streams.items():
             if name is not None:

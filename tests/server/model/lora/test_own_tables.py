@@ -15,7 +15,13 @@ from tests.grids import beyond
 from tests.server.model.driver import Driver, Stream, generate
 from tests.server.model.families.parity import GREEDY, TOLERANCE, assert_parity, prompt
 from tests.server.model.families.variants import VARIANTS
-from tests.server.model.hub_models import add_adapter, make_model, reference_logprobs, save_model
+from tests.server.model.hub_models import (
+    VOCAB,
+    add_adapter,
+    make_model,
+    reference_logprobs,
+    save_model,
+)
 from tests.server.model.lora.judged_adapters import assert_as_peft
 from tests.server.model.slabs import pack
 
@@ -149,6 +155,12 @@ TARGETED: dict[str, dict[str, Any]] = {
     "tied": {"target_modules": [*FEW, "embed_tokens"], **TIED},
     "tied_by_pattern": {"target_modules": ".*(q_proj|lm_head)", **TIED},
 }
+
+
+# Tables that the training has resized, and their LoRA.
+for rows in (93, VOCAB + 3):
+    of_both = {"target_modules": [*FEW, *BOTH], "rows": rows}
+    TARGETED |= {f"resized_{rows}": of_both, f"rslora_{rows}": {**of_both, "use_rslora": True}}
 
 
 @pytest.mark.parametrize(

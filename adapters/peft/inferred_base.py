@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator
+from math import prod
 
 from loraplex.adapters.base import (
     LAYER_SITES,
@@ -77,14 +78,15 @@ def _norms(
     named: Iterable[tuple[TensorName, tuple[int, ...]]], naming: Naming
 ) -> Iterator[BaseNorm]:
     """Yields the norms of the file; only a known base says which are served."""
-    sizes, biased = dict[str, int](), set[str]()
+    shapes, biased = dict[str, tuple[int, ...]](), set[str]()
     for name, shape in named:
         path = naming.meant(name.path) or ""
-        if is_norm(path) and len(shape) == 1:
-            sizes.setdefault(path, shape[0])
+        if is_norm(path) and len(shape) in (1, 2):  # of all features, or of each head
+            shapes.setdefault(path, shape)
             biased.update([path] if name.is_bias else [])
-    for place, (path, size) in enumerate(sizes.items()):
-        yield BaseNorm(path, size, place, place + len(sizes) if path in biased else -1)
+    for place, (path, shape) in enumerate(shapes.items()):
+        bias, head = place + len(shapes) if path in biased else -1, sum(shape[1:])
+        yield BaseNorm(path, prod(shape), place, bias, head)
 
 
 def _sizes(name: str, tensor: TensorName, shape: tuple[int, ...]) -> Iterable[tuple[str, int]]:

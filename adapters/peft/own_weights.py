@@ -6,7 +6,8 @@ names: `norm` means every norm), `trainable_token_indices`, `ensure_weight_tying
 transformers' `…ForSequenceClassification`, which has no other head.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
+from math import prod
 from typing import Literal
 
 import msgspec
@@ -57,7 +58,7 @@ def are_tied(config: PeftConfig, base: BaseSpec) -> bool:
 
 
 def check_tables(
-    config: PeftConfig, targeted: frozenset[str], base: BaseSpec, findings: Findings
+    config: PeftConfig, targeted: Set[str], base: BaseSpec, findings: Findings
 ) -> None:
     """Checks what the config says of tables. targeted: whole names of modules."""
     whole, rows = whole_tables(config, base), dict(config.trainable_token_indices)
@@ -338,6 +339,8 @@ def place_norms(
                 message = f"modules_to_save has {norm.path}, and the file has no weights of it"
                 findings.add("missing_tensor", norm.path, message)
             elif tensor is not None and (is_saved or (is_bias and config.bias == "all")):
+                if tensor.shape[1:] == (norm.head,):  # a weight for each head
+                    tensor = msgspec.structs.replace(tensor, shape=(prod(tensor.shape),))
                 check_floats(tensor, (norm.size,), findings)
                 yield OwnNorm(norm, place, tensor)
             elif tensor is not None:

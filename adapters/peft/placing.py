@@ -248,7 +248,7 @@ def _resized(module: BaseModule, size: int) -> BaseModule:
 
 
 class ModulePlacer:
-    """Places all tensors of an adapter, and adds to `findings`."""
+    """Places all tensors of an adapter, and adds to `findings`. targeted: as of targeted_paths."""
 
     def __init__(
         self,
@@ -263,7 +263,7 @@ class ModulePlacer:
         self._base = base
         self._findings = findings
         self._checks = PairChecks(matcher, max_lora_rank, findings)
-        self._targeted = targeted_paths(matcher, base, found.naming)
+        self.targeted = targeted_paths(matcher, base, found.naming)
         self._missing: list[Site] = []
 
     def place(self) -> LoraTensors:
@@ -354,7 +354,7 @@ class ModulePlacer:
         """Why a bias cannot be placed, as a code and words; None when it can. is_wrapped: as the
         tensor is spelled.
         """
-        config, is_targeted = self._matcher.config, module.path in self._targeted
+        config, is_targeted = self._matcher.config, module.path in self.targeted
         if config.bias == "none":
             return "unknown_tensor", "a bias, and the config has none (bias)"
         if not module.shape.has_bias and not self._base.is_inferred:
@@ -369,7 +369,7 @@ class ModulePlacer:
     def _module(self, module: BaseModule, path: str, site: Site) -> ModuleLora | None:
         """Places a module's LoRA. path, site: of the module itself, or of one expert's."""
         pair = _flattened(self._found.pairs.get(path, {}), module.shape.kernel)
-        key = self._targeted.get(path)
+        key = self.targeted.get(path)
         if not pair:
             if key is not None and not self._may_be_no_linear(module):
                 self._lacks(path, (site,))
@@ -418,7 +418,7 @@ class ModulePlacer:
     def _stacked(self) -> Sequence[StackedLora]:
         """Lists the LoRA of experts, where one tensor holds all of them."""
         pairs, loras = self._found.pairs, list[StackedLora]()
-        places = list(stacked_places(self._base, self._targeted))
+        places = list(stacked_places(self._base, self.targeted))
         there = [(place, pairs[place.saved]) for place in places if place.saved in pairs]
         known = {place.saved for place in places}
         for holder in holders(self._base):
@@ -437,7 +437,7 @@ class ModulePlacer:
         for place, pair in there:
             sizes = (place.inputs, place.outputs)
             inputs, outputs = sizes[::-1] if swapped else sizes
-            key = self._targeted[place.path]
+            key = self.targeted[place.path]
             fit = self._checks.fit(place.path, key, pair, inputs, outputs, place.experts)
             if fit is not None:
                 loras += stacked_loras(self._base, place, pair, fit, swapped)

@@ -5,7 +5,7 @@ the base, the adapter is refused by name.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 
 import msgspec
 
@@ -125,7 +125,9 @@ def place_tensors(
         findings.add("no_tensors", WEIGHTS_FILE, "the weights file has no LoRA tensors")
     if matcher is None or not matcher.is_sound:
         return None
-    placed = ModulePlacer(matcher, found, base, limits.max_lora_rank, findings).place()
+    placer = ModulePlacer(matcher, found, base, limits.max_lora_rank, findings)
+    _check_targets(matcher.config, placer.targeted.keys(), base, findings)
+    placed = placer.place()
     if not all(isinstance(lora, ModuleLora) for lora in placed.modules):
         _check_experts(matcher.config, findings)
     for table in placed.tables:
@@ -161,23 +163,25 @@ def check_config(
         findings.add("unknown_target", key, f"{key} match no module of the base model")
     check_parameters(config.target_parameters, base, findings)
     _check_rank(matcher, base, limits, findings)
-    if config.alora_invocation_tokens:
-        _check_activation(matcher, base, findings)
-    if config.use_dora or config.lora_bias or config.bias != "none":
-        _check_outputs(matcher, base, findings)
     check_head(config, base, findings)
     check_norms(config, base, findings)
     check_others(config, base, findings)
-    if config.modules_to_save or config.trainable_token_indices:
-        paths = {path for targeted in _all_targeted(matcher, base) for path in targeted}
-        check_tables(config, frozenset(paths), base, findings)
     return matcher
 
 
-def _check_outputs(matcher: Targeting, base: BaseSpec, findings: Findings) -> None:
+def _check_targets(config: PeftConfig, paths: Set[str], base: BaseSpec, findings: Findings) -> None:
+    """Checks what a config says of the modules that it targets. paths: of these."""
+    if config.alora_invocation_tokens:
+        _check_activation(config, paths, base, findings)
+    if config.use_dora or config.lora_bias or config.bias != "none":
+        _check_outputs(config, paths, base, findings)
+    if config.modules_to_save or config.trainable_token_indices:
+        check_tables(config, paths, base, findings)
+
+
+def _check_outputs(config: PeftConfig, paths: Set[str], base: BaseSpec, findings: Findings) -> None:
     """Refuses what PEFT does not load, or cannot confine to the tokens of activated LoRA."""
-    config, embed = matcher.config, base.model_modules.get("embed_tokens")
-    paths = {path for targeted in _all_targeted(matcher, base) for path in targeted}
+    embed = base.model_modules.get("embed_tokens")
     is_activated = bool(config.alora_invocation_tokens)
     scaled = (each.path for each in base_modules(base) if each.shape.factor_behind)
     unserved = {
@@ -209,16 +213,17 @@ def _check_experts(config: PeftConfig, findings: Findings) -> None:
         findings.add("unsupported_feature", key, message)
 
 
-def _check_activation(matcher: Targeting, base: BaseSpec, findings: Findings) -> None:
+def _check_activation(
+    config: PeftConfig, paths: Set[str], base: BaseSpec, findings: Findings
+) -> None:
     """Refuses what an activated LoRA may not change. PEFT switches linears alone on with the
     invocation: what else it changes acts on all tokens.
     """
     key = "alora_invocation_tokens"
-    unknown = [i for i in matcher.config.alora_invocation_tokens if i >= base.vocab_size]
+    unknown = [i for i in config.alora_invocation_tokens if i >= base.vocab_size]
     if unknown and not base.is_inferred:
         findings.add("bad_value", key, f"{key}: {unknown[0]} is no token of the base model")
     embed = base.model_modules.get("embed_tokens")
-    paths = {path for targeted in _all_targeted(matcher, base) for path in targeted}
     if embed is not None and embed.path in paths:
         message = f"{key} with embed_tokens targeted is not supported"
         findings.add("unsupported_feature", key, message)

@@ -138,7 +138,9 @@ def _attention(attention: AttentionSpec, count: int) -> AttentionSpec:
 
 
 def _norm(norm: NormSpec | None, of_all_heads: bool, size: int) -> NormSpec | None:
-    return replace(norm, size=size) if norm is not None and of_all_heads else norm
+    if norm is None or not (of_all_heads or norm.heads):
+        return norm
+    return replace(norm, size=size) if of_all_heads else replace(norm, heads=size // norm.size)
 
 
 def _linear(linear: LinearSpec, count: int) -> LinearSpec:

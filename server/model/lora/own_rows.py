@@ -121,7 +121,7 @@ def norms_of(
     for place, row in zip(places, rows, strict=True):
         spec, (is_bias, of_norm) = specs[place], divmod(place, len(specs) // 2)
         assert spec is not None
-        own = row = row[: spec.size]
+        own = row = row[: spec.numbers]
         if not is_bias and spec.offset:
             own = row.float() + spec.offset
             own = own if spec.kind == "rms" else own.to(row.dtype)

@@ -81,7 +81,7 @@ class Sites:
         self._add_beside(model, first_layer + model.num_layers)
         norms = model.placed_norms
         self.norms = (*norms, *(norm if norm and norm.bias else None for norm in norms))
-        self.norm_size = max((norm.size for norm in norms if norm), default=0)
+        self.norm_size = max((norm.numbers for norm in norms if norm), default=0)
         self._score = model.score
         self._places = {(site.layer, site.role): site for site in self._all}
         self.in_features = np.array([site.in_features for site in self._all])

@@ -82,11 +82,12 @@ def _norms(model: ModelSpec) -> tuple[BaseNorm, ...]:
             path = norm.path if step == len(layers) else layer_path(layers[step], norm.path)
             bias = place + len(placed) if norm.bias else -1
             attention = model.attentions.get(layers[step]) if step < len(layers) else None
-            is_shared = attention and attention.norms_all_heads and norm in attention.inner_norms
-            head = attention.head_dim if attention and is_shared else 0
-            found[path] = BaseNorm(path, norm.size, place, bias, head)
+            is_inner = attention and norm in attention.inner_norms
+            is_shared = attention and (attention.norms_all_heads or norm.heads)
+            head = attention.head_dim if attention and is_inner and is_shared else 0
+            found[path] = BaseNorm(path, norm.numbers, place, bias, head)
     for path, norm in _named_norms(model):
-        found.setdefault(path, BaseNorm(path, norm.size, -1))
+        found.setdefault(path, BaseNorm(path, norm.numbers, -1))
     return tuple(found.values())
 
 

@@ -125,9 +125,8 @@ class AttentionSpec(msgspec.Struct, frozen=True):
 
     @property
     def free_norms(self) -> tuple[NormSpec | None, NormSpec | None]:
-        """The norms of q and of k, where these can be normed before all else is done with them."""
-        is_bound = self.norms_rotated or self.keys_are_values
-        return (None, None) if is_bound else (self.q_norm, self.k_norm)
+        """The norms of q and of k, where keys are not read as values, too."""
+        return (None, None) if self.keys_are_values else (self.q_norm, self.k_norm)
 
     def tensors(self) -> Tensors:
         """Names, relative to the layer, and shapes of what the checkpoint holds."""

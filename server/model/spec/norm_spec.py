@@ -31,9 +31,14 @@ class NormSpec(msgspec.Struct, frozen=True):
 
     @property
     def is_plain(self) -> bool:
-        """Whether its weight is a tensor for all heads, which is stored as a module's weight."""
+        """Whether its weight is one tensor, which is stored as a module's weight."""
         is_weight = self.has_weight and self.name == "weight" and self.factor == 1.0
-        return is_weight and not self.heads
+        return is_weight and not self.is_listed
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of its weight."""
+        return self.size * max(self.heads, 1)
 
     def tensors(self) -> Tensors:
         """Names and shapes of what the checkpoint holds."""

@@ -118,6 +118,16 @@ CASES: dict[str, dict[str, Any]] = {
         "layers_to_transform": [2],
         "layers_pattern": "layers",
     },
+    "no layer of the embedding": {
+        "target_modules": ["q_proj", "embed_tokens"],
+        "layers_to_transform": [0],
+        "lora_bias": True,
+    },
+    "no layer of the embedding, activated": {
+        "target_modules": ["q_proj", "embed_tokens"],
+        "layers_to_transform": [0],
+        "alora_invocation_tokens": [3],
+    },
     "full path beats layers": {
         "target_modules": ["q_proj", "model.layers.1.self_attn.k_proj"],
         "layers_to_transform": [0],

@@ -34,6 +34,8 @@ OTHERS = {
     "starcoder2": [BEFORE_ATTENTION, "post_attention_layernorm", AT_END],
     "nemotron": [BEFORE_ATTENTION, "post_attention_layernorm", AT_END],
     "cohere": [BEFORE_ATTENTION, AT_END],
+    "cohere-norms": [BEFORE_ATTENTION, *OF_HEADS, AT_END],
+    "hunyuan": [BEFORE_ATTENTION, "query_layernorm", "key_layernorm", AT_END],
     "mamba2": ["layers.0.norm", "norm_f"],
     "olmo2": [*_BEHIND, *OF_HEADS, AT_END],
     "persimmon": [BEFORE_ATTENTION, "q_layernorm", "k_layernorm", "final_layernorm"],

@@ -73,7 +73,9 @@ def test_tables(name: str, shards: int, tmp_path: Path) -> None:
     several.close()
 
 
-@pytest.mark.parametrize(("name", "shards"), [*ROWS, ("falcon-new", 2), ("olmo2", 4)])
+@pytest.mark.parametrize(
+    ("name", "shards"), [*ROWS, ("falcon-new", 2), ("olmo2", 4), ("cohere-norms", 2)]
+)
 def test_norms(name: str, shards: int, tmp_path: Path) -> None:
     """All of them in one batch, twice. Each device has them whole."""
     driver = ShardedDriver(save_model(make_model(name), tmp_path), shards)

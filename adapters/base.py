@@ -294,7 +294,7 @@ class BaseSpec(msgspec.Struct, frozen=True):
     digest: identity of the base (sha256 hex); "" = it was inferred from an adapter's tensors.
     names: what it is called; `names_base` says which other names mean the same.
     layers: their modules, numbered through over all stacks of layers.
-    hidden_size: features of a row of the embedding, and of what the head reads.
+    hidden_size: features of what the head reads.
     model_modules: `embed_tokens` (in = vocabulary, out = hidden), `lm_head`, and products between
         these and the layers, if there are some -> shape.
     embedding_digests: `embed_tokens`, `lm_head`, `lm_head.bias` -> `float_digest` of the base's
@@ -336,6 +336,13 @@ class BaseSpec(msgspec.Struct, frozen=True):
         usual = ScoreParts(((SCORE, (0, self.hidden_size)),))
         heads = self.score_heads or (usual,)
         return next((head for head in heads if head.of_tokens is of_tokens), heads[0])
+
+    def table_width(self, name: str) -> int:
+        """Features of a row of a table. name: the short one."""
+        module = self.model_modules.get(name)
+        if module is None:
+            return self.hidden_size
+        return module.out_features if name == MODEL_SITES[0] else module.in_features
 
     @property
     def tables(self) -> frozenset[str]:

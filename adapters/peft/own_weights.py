@@ -197,7 +197,7 @@ class TablePlacer:
                 self._findings.add("missing_tensor", name, message)
                 continue
             tensor, ids = self._rows[name], ids_of[name]
-            check_floats(tensor, (len(ids), self._base.hidden_size), self._findings)
+            check_floats(tensor, (len(ids), self._base.table_width(name)), self._findings)
             for each in (EMBEDDING, HEAD) if follows else (name,):
                 yield OwnTable(each, tensor, ids)
 

@@ -155,7 +155,7 @@ class _Sorter:
         if name.is_rows:
             self._put(self.found.rows, module.name, tensor, name)
             return
-        if not _has_rows_of_all(tensor, self._base, self._findings):
+        if not _has_rows_of_all(module, tensor, self._base, self._findings):
             return
         if module.name in self._own or tensor.shape[0] != self._base.vocab_size:
             self._put(self.found.tables, module.name, tensor, name)
@@ -256,9 +256,11 @@ def _is_comparable(
     return True
 
 
-def _has_rows_of_all(tensor: TensorInfo, base: BaseSpec, findings: Findings) -> bool:
+def _has_rows_of_all(
+    module: BaseModule, tensor: TensorInfo, base: BaseSpec, findings: Findings
+) -> bool:
     """Whether a table has a row for each token of the base, and not too many new ones."""
-    rows, columns = base.vocab_size, base.hidden_size
+    rows, columns = base.vocab_size, base.table_width(module.name)
     known = min(base.num_tokens, rows)
     if tensor.shape[1:] == (columns,) and known <= tensor.shape[0] <= base.most_ids:
         return True

@@ -178,7 +178,7 @@ def table_rows(site: SiteLayout, base: BaseSpec, item_bytes: int) -> PlacedMatri
         rows = most_rows(site.table_ids, vocab, base.shards)
     else:
         rows = rows_of_each(size, vocab, base.shards)
-    shape = (rows, base.hidden_size)
+    shape = (rows, base.table_width(site.role))
     return PlacedMatrix(site.table_offset, shape, math.prod(shape) * item_bytes)
 
 

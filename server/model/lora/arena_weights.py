@@ -134,10 +134,9 @@ class Adapter:
 
     def own_rows(self) -> dict[int, OwnRows]:
         """The adapter's own rows by the site's number. Copies ids on the current stream."""
-        hidden = self._sites.lm_head.in_features
         return {
             table.site: OwnRows(
-                self._view(table.begin, (table.rows, hidden)),
+                self._view(table.begin, (table.rows, self._sites.table_width(table.site))),
                 ids_on(self._arena.device, table.ids),
                 table.size,
                 self._addends(table.site),

@@ -138,6 +138,12 @@ class Sites:
         score = self._score(of_tokens=of_tokens)
         return tuple(score.tensors(labels, self.lm_head.in_features))
 
+    def table_width(self, site: int) -> int:
+        """Features of a row of the embedding or of the head, as of the site's number."""
+        head = self.lm_head.number
+        width = self.in_features[head] if site == head else self.out_features[site, 0]
+        return int(width)
+
     @property
     def summed_outputs(self) -> int:
         """Outputs of the sites whose inputs devices share out; 0 where there is one device."""
@@ -300,7 +306,7 @@ def place(
 def _place_tables(
     known: Sites, layout: SlabLayout, item_bytes: int, find: _Find
 ) -> Iterator[PlacedTable]:
-    vocab, hidden = known.vocab_size, known.lm_head.in_features
+    vocab = known.vocab_size
     for site in layout.sites:
         if site.table_offset < 0:
             continue
@@ -311,8 +317,10 @@ def _place_tables(
             raise ValueError(f"{site.role}: rows of tokens that the model does not have")
         ids = ids_of_shard(site.table_ids, vocab, known.shard) if site.table_ids else None
         rows = rows_of_each(size, vocab, known.shard.count) if ids is None else len(ids)
-        (begin,) = find(_int64([site.table_offset]), _int64([rows * hidden * item_bytes]))
-        yield PlacedTable(known.find(site).number, int(begin), rows, ids, size)
+        number = known.find(site).number
+        nbytes = rows * known.table_width(number) * item_bytes
+        (begin,) = find(_int64([site.table_offset]), _int64([nbytes]))
+        yield PlacedTable(number, int(begin), rows, ids, size)
 
 
 def _place_norms(

@@ -229,9 +229,17 @@ def test_pairs_of_texts(tmp_path: Path) -> None:
     driver.close()
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", ["modules_to_save", "trainable_token_indices"])
-@pytest.mark.parametrize("name", ["bert", "deberta", "modernbert"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "electra-narrow",
+        *(
+            pytest.param(each, marks=pytest.mark.exhaustive)
+            for each in ("bert", "deberta", "modernbert")
+        ),
+    ],
+)
 def test_own_rows_of_the_embedding(name: str, options: str, tmp_path: Path) -> None:
     table = "tok_embeddings" if name == "modernbert" else "word_embeddings"
     wish: dict[str, Any] = {options: {table: [4, 6, 8]} if "token" in options else [table]}

@@ -29,6 +29,7 @@ from loraplex.router.text.detokenizer import Detokenizer
 from loraplex.router.text.model import TextModel
 from loraplex.router.text.template_sandbox import TemplateSandbox
 from loraplex.router.text.templates import template_error
+from loraplex.router.text.turn_taking import DECODED_SIZE
 from loraplex.server.protocol import PictureSpan, SamplingParams, VisionCard
 
 # Characters of a text that is cut: what is cut off costs memory all the same.
@@ -84,7 +85,8 @@ async def build_prompts(
             await _placed_prompt(call, prompt, given, model, model.card.vision, makers.reader)
             for prompt, given in zip(call.prompts, call.pictures, strict=True)
         ]
-    size = sum(len(prompt) for prompt in call.prompts)
+    of_ids = DECODED_SIZE if _is_shown(call) else 1
+    size = sum(len(p) * (1 if isinstance(p, str) else of_ids) for p in call.prompts)
     return await model.turns.run(
         size, lambda: [_build(call, model, prompt) for prompt in call.prompts]
     )
@@ -330,13 +332,16 @@ def _prompt(
     What is shown again of one that is cut (`echo`) is what is left of it.
     """
     kept = _kept(call, model, len(ids))
-    is_shown = call.echo or call.sampling.prompt_logprobs is not None
-    if (is_shown and text is None) or (call.echo and len(ids[kept]) < len(ids)):
+    if (_is_shown(call) and text is None) or (call.echo and len(ids[kept]) < len(ids)):
         parts = model.decode_parts(ids[kept], call.skip_special_tokens)
         text = "".join(parts)
     else:
         parts = parts[kept]
     return Prompt(text or "", ids[kept], parts, model.detokenizer(ids[kept], call))
+
+
+def _is_shown(call: GenerationCall) -> bool:
+    return call.echo or call.sampling.prompt_logprobs is not None
 
 
 def _kept(call: GenerationCall, model: TextModel, count: int) -> slice:

@@ -87,7 +87,7 @@ class PictureReader:
         if one.file_id is not None:
             return await self._uploaded.data(one.file_id, one.where)
         size = len(one.url) // _CHARACTERS
-        data = await model.turns.run(size, _blaming(one.where, lambda: data_of(one.url)))
+        data = await model.turns.read(size, _blaming(one.where, lambda: data_of(one.url)))
         if data is not None:
             return data
         async with model.turns.take("image"):

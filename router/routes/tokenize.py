@@ -37,6 +37,7 @@ from loraplex.router.routes.info import json_response
 from loraplex.router.service import Service
 from loraplex.router.tenancy.keys import Caller
 from loraplex.router.text.model import TextModel
+from loraplex.router.text.turn_taking import DECODED_SIZE
 
 # An object for each token takes longer than the token itself.
 _SPAN_WEIGHT = 4
@@ -81,7 +82,7 @@ class TokenizeRoutes:
         def answer() -> DetokenizedText:
             return DetokenizedText(model.decode(ids, skip_special_tokens=False))
 
-        return LongAnswer(await model.turns.written(len(ids), answer))
+        return LongAnswer(await model.turns.written(len(ids) * DECODED_SIZE, answer))
 
     async def _render(
         self, request: Request, parse: ParseBody[ApiRequest], prefix: str
@@ -104,7 +105,8 @@ class TokenizeRoutes:
         def answer() -> Any:
             return one(prompts[0]) if call.messages else [one(prompt) for prompt in prompts]
 
-        return LongAnswer(await model.turns.written(sum(len(p.ids) for p in prompts), answer))
+        size = sum(len(p.ids) for p in prompts) * DECODED_SIZE
+        return LongAnswer(await model.turns.written(size, answer))
 
     async def count_messages(self, request: Request) -> Response:
         caller = await self._caller(request)

@@ -16,14 +16,18 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from loraplex.adapters.common.awaited_turns import AwaitedTurn, AwaitedTurns
+from loraplex.adapters.common.strict_json import count_items
 from loraplex.adapters.common.turns import LineFull, Room
 from loraplex.router.call import RequestError
 
 # images: all that one request has fetched. image: one fetch.
-Kind = Literal["text", "template", "grammar", "images", "image"]
+Kind = Literal["text", "body", "template", "grammar", "images", "image"]
 
-# Encoding runs at a few MB/s: below this size a thread costs more than it saves.
-INLINE_SIZE = 16 << 10
+# Encoding runs at a few MB/s, and a thread costs a tenth of a millisecond. Many requests may begin
+# together, and each stops the event loop for as long as its short work takes.
+INLINE_SIZE = 4 << 10
+# An id is decoded in the time in which so many characters are encoded.
+DECODED_SIZE = 16
 # Processes that render adapters' templates, and as many that try grammars.
 PROCESSES = 3
 # Processes that fetch images, and requests that may hold half of theirs: nothing else counts those.
@@ -35,14 +39,17 @@ _MAX_LINE = 1024
 # Answers take such turns, too, and are not refused for a full line: their requests are bounded.
 ROOMS: dict[str, Room] = {
     "text": Room(2 << 20, 3 << 19, sys.maxsize),
+    # Nothing is gained by two at once: Python reads JSON and base64 without giving way.
+    "body": Room(1, 1, sys.maxsize),
     "template": Room(PROCESSES, PROCESSES - 1, _MAX_LINE),
     "grammar": Room(PROCESSES, PROCESSES - 1, _MAX_LINE),
     "images": Room(_FETCHING, _FETCHING * 3 // 4, _MAX_LINE),
     "image": Room(FETCHES, FETCHES - 1, _MAX_LINE),
 }
 _RETRY_S = 1.0
-# JSON is read so many times as fast as text is encoded.
+# JSON is read so many times as fast as text is encoded, and a value as so many characters of text.
 _PARSING = 8
+_ITEM_SIZE = 4
 # Between pieces of JSON. Python takes the interpreter from a thread that asks for it on and on only
 # every 5 ms, and the event loop asks several times for each request.
 _PAUSE_S = 0.0002
@@ -161,7 +168,16 @@ class CallersTurns:
 
     async def parsed(self, body: bytes, parse: Callable[[bytes], T]) -> T:
         """The result of `parse` for a request's body. Raises as `run`."""
-        return await self.run(len(body) // _PARSING, lambda: parse(body))
+        size = len(body) // _PARSING
+        if size <= INLINE_SIZE:
+            size = max(size, count_items(body) * _ITEM_SIZE)
+        return await self.read(size, lambda: parse(body))
+
+    async def read(self, size: int, work: Callable[[], T]) -> T:
+        """Reads a part of a body, as `run` does other work, but one at a time of all callers."""
+        if size <= INLINE_SIZE:
+            return work()
+        return await self.run_apart("body", 1, work)
 
     async def written(self, size: int, answer: Callable[[], Any]) -> list[bytes]:
         """JSON of what `answer` makes, in pieces (`in_pieces`), at least one. size: as of `run`."""

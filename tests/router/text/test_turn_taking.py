@@ -34,6 +34,10 @@ class Work:
         return threading.get_ident()
 
 
+def thread(_: bytes) -> int:
+    return threading.get_ident()
+
+
 async def begins(work: Work) -> None:
     assert await asyncio.get_running_loop().run_in_executor(None, work.begun.wait, 30)
 
@@ -68,6 +72,25 @@ async def test_so_much_at_once_and_in_order() -> None:
     works[2].let_go.set()
     works[3].let_go.set()
     await asyncio.gather(*asking)
+
+
+async def test_bodies_of_many_values_are_read_apart_and_one_at_a_time() -> None:
+    bodies = TurnTaking()
+    one, other = Work(), Work()
+    assert await bodies.of("a").parsed(b'"%s"' % (b"x" * LONG), thread) == threading.get_ident()
+    asking = [
+        asyncio.create_task(
+            bodies.of(tenant).parsed(b"[%s]" % (b"1," * LONG), lambda _, w=work: w())
+        )
+        for tenant, work in (("a", one), ("b", other))
+    ]
+    await begins(one)
+    await settled()
+    assert not other.begun.is_set()
+    one.let_go.set()
+    await begins(other)
+    other.let_go.set()
+    assert threading.get_ident() not in await asyncio.gather(*asking)
 
 
 async def test_who_leaves_while_it_waits_holds_nobody_up() -> None:

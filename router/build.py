@@ -30,7 +30,6 @@ from loraplex.router.generation.sequence import Retries
 from loraplex.router.generation.tokenise import Tokeniser
 from loraplex.router.http.body import BodyLimits
 from loraplex.router.http.idempotency import Idempotency
-from loraplex.router.http.intake import Intake
 from loraplex.router.names.aliases import Aliases
 from loraplex.router.names.catalog import Catalog, CatalogRules
 from loraplex.router.names.rollout_tally import RolloutTally
@@ -92,8 +91,6 @@ _FREE_RETRIES_PER_S = 10.0
 # Retries after lost workers: what a request pays for, and how many at once.
 _RETRY_SHARE = 0.2
 _RETRY_BURST = 512
-# A few milliseconds of an event loop's iteration.
-_BEGIN_AT_ONCE = 16
 
 
 class Hub(Protocol):
@@ -321,7 +318,6 @@ def _answerer(ground: _Ground, dispatcher: Dispatcher) -> Answerer:
         body_limits=ground.body_limits,
         metrics=ground.metrics,
         errors=ground.errors,
-        intake=Intake(_BEGIN_AT_ONCE),
     )
 
 

@@ -30,7 +30,6 @@ from loraplex.router.generation.dispatcher import Dispatcher
 from loraplex.router.generation.generation import Generation, Part
 from loraplex.router.generation.way_in import ArrivedRequest, Parse
 from loraplex.router.http.body import BodyLimits, read_json_body
-from loraplex.router.http.intake import Intake
 from loraplex.router.http.long_answer import LongAnswer
 from loraplex.router.http.sse import EventStream, until_disconnect
 from loraplex.router.telemetry.caller_errors import CallerErrors
@@ -59,11 +58,9 @@ class Answerer:
     body_limits: BodyLimits
     metrics: RouterMetrics
     errors: CallerErrors
-    intake: Intake
 
     async def answer(self, request: Request, parse: Parse) -> Response:
         """Answers for text or vectors. Raises RequestError before the first byte; ClientGone."""
-        await self.intake.enter()
         caller = await self.tenancy.identify(request.headers.get("authorization"))
         body = await read_json_body(request, self.body_limits)
         session = request.headers.get(_SESSION_HEADER, "")

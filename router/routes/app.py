@@ -21,6 +21,7 @@ from loraplex.router.call import Cause, RequestError
 from loraplex.router.http.body import CLIENT_GONE_STATUS, ClientGone
 from loraplex.router.http.by_port import ByPort
 from loraplex.router.http.edge import Edge
+from loraplex.router.http.intake import Intake
 from loraplex.router.routes.adapters import AdapterRoutes
 from loraplex.router.routes.console import ConsoleRoutes
 from loraplex.router.routes.feedback import FeedbackRoute
@@ -38,6 +39,8 @@ from loraplex.router.telemetry.caller_errors import CallerErrors
 from loraplex.router.telemetry.metrics import GENERATION_PATHS
 from loraplex.router.telemetry.request_log import RequestLog
 
+# A few milliseconds of an event loop's iteration.
+_BEGIN_AT_ONCE = 16
 _CAUSES: dict[int, Cause] = {404: "route_not_found", 405: "method_not_allowed"}
 
 
@@ -74,6 +77,7 @@ def build_app(service: Service) -> ASGIApp:
         service.metrics,
         [*routes, *_own_routes(info)],
         RequestLog(service.tracing, GENERATION_PATHS, service.config.log_requests),
+        Intake(_BEGIN_AT_ONCE),
         lambda: dispatcher.draining,
     )
     if service.batches is not None:

@@ -26,7 +26,7 @@ def test_they_begin_in_order_and_few_in_an_iteration(
     begun: list[tuple[int, int]] = []
 
     async def request(intake: Intake, number: int, iteration: list[int]) -> None:
-        await intake.enter()
+        await intake.enter("one caller")
         begun.append((number, iteration[0]))
 
     async def scenario() -> None:
@@ -54,6 +54,22 @@ def test_they_begin_in_order_and_few_in_an_iteration(
     assert numbers == sorted(numbers)
     assert set(range(total)) - leaving <= set(numbers)
     assert max(Counter(iteration for _, iteration in begun).values(), default=0) <= at_once
+
+
+async def test_callers_take_turns() -> None:
+    """Who comes behind many of another caller begins with the next few."""
+    intake, begun = Intake(2), list[tuple[str, int]]()
+
+    async def request(caller: str, number: int) -> None:
+        await intake.enter(caller)
+        begun.append((caller, number))
+
+    asked = [("many", 0), ("many", 1), *(("many", n) for n in range(2, 9)), ("few", 0), ("few", 1)]
+    await asyncio.gather(*(request(*each) for each in asked))
+    few = [place for place, (caller, _) in enumerate(begun) if caller == "few"]
+    assert few == [3, 5]
+    assert sorted(begun[:2]) == [("many", 0), ("many", 1)]
+    assert [n for caller, n in begun if caller == "many"] == list(range(9))
 
 
 async def test_the_first_reaches_a_worker_before_the_last_begins(

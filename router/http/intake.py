@@ -1,17 +1,18 @@
-"""How many requests begin in one iteration of the event loop: few, however many have come.
+"""How much begins in one iteration of the event loop: little, however much has come.
 
-Each step of all would else come before the next step of any, and of a thousand that come at once
-the first would reach a worker when the last does.
+Each step of all would else come before the next step of any, and of a thousand requests that come
+at once the first would reach a worker when the last does.
 """
 
 import asyncio
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from functools import partial
 
 
 class Intake:
-    """Lets requests begin: at most `at_once` in an iteration. Callers take turns, and each one's
-    requests begin in the order in which they came.
+    """Lets work begin: at most `at_once` pieces in an iteration. Callers take turns, and each one's
+    work begins in the order in which it came.
     """
 
     def __init__(self, at_once: int) -> None:
@@ -19,36 +20,52 @@ class Intake:
         self._left = at_once  # who comes now and may begin in this iteration
         self._woken = 0  # who begin in the next one
         # In order: the caller whose turn it is.
-        self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}
+        self._waiting: dict[Hashable, deque[Callable[[], None]]] = {}
 
     async def enter(self, caller: Hashable) -> None:
         """Returns when this request of the caller's may begin."""
-        loop = asyncio.get_running_loop()
+        if not self._may_begin():
+            turn = asyncio.get_running_loop().create_future()
+            self._wait(caller, partial(_wake, turn))
+            await turn
+
+    def begin(self, caller: Hashable, work: Callable[[], None]) -> None:
+        """Does this piece of the caller's work, now or in a later iteration."""
+        if self._may_begin():
+            work()
+        else:
+            self._wait(caller, work)
+
+    def _may_begin(self) -> bool:
         if self._left == self._at_once:
-            loop.call_soon(self._next_iteration)
-        if self._left:
-            self._left -= 1
-            return
-        turn = loop.create_future()
-        self._waiting.setdefault(caller, deque()).append(turn)
-        await turn
+            asyncio.get_running_loop().call_soon(self._next_iteration)
+        may_begin = self._left > 0
+        self._left -= may_begin
+        return may_begin
+
+    def _wait(self, caller: Hashable, work: Callable[[], None]) -> None:
+        self._waiting.setdefault(caller, deque()).append(work)
 
     def _next_iteration(self) -> None:
-        self._left, self._woken = self._at_once - self._woken, 0
-        while self._waiting and self._woken < self._at_once:
-            turn = self._pop()
-            if not turn.done():  # else its request was cancelled
-                turn.set_result(None)
+        left, self._left, self._woken = self._at_once - self._woken, 0, 0
+        try:
+            while self._waiting and self._woken < self._at_once:
                 self._woken += 1
-        if self._woken:
-            self._left = 0  # nobody overtakes them
-        if self._left < self._at_once:
-            asyncio.get_running_loop().call_soon(self._next_iteration)
+                self._pop()()
+        finally:
+            self._left = 0 if self._woken else left  # nobody overtakes them
+            if self._left < self._at_once:
+                asyncio.get_running_loop().call_soon(self._next_iteration)
 
-    def _pop(self) -> asyncio.Future[None]:
+    def _pop(self) -> Callable[[], None]:
         caller, line = next(iter(self._waiting.items()))
-        turn = line.popleft()
+        work = line.popleft()
         del self._waiting[caller]
         if line:
             self._waiting[caller] = line  # behind the others
-        return turn
+        return work
+
+
+def _wake(turn: asyncio.Future[None]) -> None:
+    if not turn.done():  # else its request was cancelled
+        turn.set_result(None)

@@ -11,8 +11,10 @@ from functools import partial
 from typing import Any, Protocol
 
 import httptools
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from loraplex.router.http.intake import Intake
 from loraplex.router.policy.front_door import Cut, FrontDoor, HttpDeadlines
 from loraplex.router.telemetry.metrics import RouterMetrics
 
@@ -126,6 +128,36 @@ LINGER_S = 1.0
 _LAST_READS_S = 0.02
 
 
+# Parsed in one turn at most, if no request is complete before.
+_TURN_BYTES = 64 << 10
+# Parsed at once, but for a body whose length is known: what may be many requests.
+_PIECE_BYTES = 2 << 10
+
+
+class _Flow(FlowControl):
+    """Reads on once all that came is parsed and the application takes more. unread: not parsed."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        super().__init__(transport)
+        self.unread = bytearray()
+        self._is_held = False
+
+    def pause_reading(self) -> None:
+        self.read_paused = True
+        self.settle()
+
+    def resume_reading(self) -> None:
+        self.read_paused = False
+        self.settle()
+
+    def settle(self) -> None:
+        """Follows what is unread."""
+        is_held = self.read_paused or bool(self.unread)
+        if is_held != self._is_held and not self._transport.is_closing():
+            self._is_held = is_held
+            (self._transport.pause_reading if is_held else self._transport.resume_reading)()
+
+
 class _HeadTooLarge(Exception):
     """Ends the parsing of a head; the parser passes it on as its own error."""
 
@@ -137,15 +169,18 @@ class _BadHost(Exception):
 class BoundedHttpProtocol(HttpToolsProtocol):
     """One connection. Its answers to what is not HTTP are JSON, too.
 
-    is_inside: it has its place at the door already, and was counted. began: from then on
-    its end frees its place.
+    turns: of all connections of the process, to parse what came. is_inside: it has its place at the
+    door already, and was counted. began: from then on its end frees its place.
     """
+
+    flow: _Flow
 
     def __init__(
         self,
         door: FrontDoor,
         deadlines: HttpDeadlines,
         metrics: RouterMetrics,
+        turns: Intake,
         *args: Any,
         is_inside: bool = False,
         **kwargs: Any,
@@ -154,6 +189,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._door = door
         self._deadlines = deadlines
         self._metrics = metrics
+        self._turns = turns
+        self._body_left = 0  # of a length that was said
+        self._is_complete = False  # a request was, in this turn
         self._is_inside = is_inside
         self.began = False
         self._stopping = False
@@ -174,6 +212,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.began = True
         super().connection_made(transport)
+        self.flow = _Flow(transport)
         transport.set_write_buffer_limits(MAX_UNREAD_BYTES)
         if self._is_inside:
             self._await_head()
@@ -203,6 +242,32 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        """Keeps what came until it is parsed: a little in each turn, and nothing behind a request
+        that waits for the answer to an earlier one."""
+        self._unset_keepalive_if_required()
+        waits = bool(self.flow.unread)
+        self.flow.unread += data
+        if not waits:
+            self._take_turn()
+
+    def _take_turn(self) -> None:
+        self._turns.begin(self.client and self.client[0], self._parse)
+        self.flow.settle()
+
+    def _parse(self) -> None:
+        unread, room, self._is_complete = self.flow.unread, _TURN_BYTES, False
+        while unread and room > 0 and not self._is_complete:
+            size = max(_PIECE_BYTES, min(self._body_left, room))
+            piece = bytes(unread[:size])
+            del unread[:size]
+            room -= len(piece)
+            self._feed(piece)
+        if not unread:
+            self.flow.settle()
+        elif not self.pipeline:
+            self._take_turn()
+
+    def _feed(self, data: bytes) -> None:
         if self._refused or self.transport.is_closing():
             return
         if self._in_head:
@@ -246,6 +311,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if is_old:
             self.expect_100_continue = False  # it knows no 1xx answers (RFC 9110 section 10.1.1)
         super().on_headers_complete()
+        self._body_left = int(dict(self.headers).get(b"content-length", b"0"))
         self._ends = not self.cycle.keep_alive
         self.cycle.keep_alive = True  # until its body has come, however early its answer
 
@@ -255,6 +321,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
         To close under a client that still sends would take the answer from it.
         """
+        self._body_left -= len(body)
         if self.cycle.response_complete:
             self._discarded_bytes += len(body)
             if self._discarded_bytes > MAX_DISCARDED_BYTES:
@@ -263,7 +330,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self._in_head = True
+        self._in_head = self._is_complete = True
+        self._body_left = 0
         _stop(self._body_timer)
         self._body_timer = None
         if self._ends:
@@ -291,7 +359,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._end_soon()
 
     def on_response_complete(self) -> None:
+        waited = bool(self.pipeline)
         super().on_response_complete()
+        if waited and not self.pipeline and self.flow.unread:
+            self._take_turn()
         if self._stopping:
             self._end_soon()
 
@@ -305,7 +376,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.loop.call_later(LINGER_S, self.loop.call_later, _LAST_READS_S, self._end)
 
     def _end(self) -> None:
-        if not self._answering():
+        if not (self._answering() or self.flow.unread):
             self.transport.close()
 
     def _cut(self, why: Cut) -> None:
@@ -317,7 +388,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _head_late(self) -> None:
         self._head_timer = None
-        if self._answering():  # what came of the next head, or a stray line end, can wait
+        # What came of the next head, or a stray line end, can wait.
+        if self._answering() or self.flow.unread:
             self._await_head()
         elif not self._head_begun:
             self.transport.close()  # nothing to answer

@@ -14,6 +14,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from loraplex.router.config import RouterConfig
+from loraplex.router.http.intake import Intake
 from loraplex.router.http.listeners import limit_unread
 from loraplex.router.http.protocol import BoundedHttpProtocol
 from loraplex.router.http.tls import Certificate, TlsAcceptor
@@ -26,6 +27,9 @@ _LAST_WORDS_S = 5
 # So long connections are taken that the system accepted before the stop. Some may be left where the
 # loop was held up: then in further turns of the loop.
 _LAST_ACCEPTS_S, _LAST_TURNS = 0.05, 1000
+# Connections that parse what came, in an iteration of the event loop: each takes a few milliseconds
+# at most.
+_PARSE_AT_ONCE = 16
 
 
 class RouterServer(uvicorn.Server):
@@ -142,6 +146,7 @@ def _server_config(app: ASGIApp, service: Service) -> uvicorn.Config:
         service.front_door,
         _deadlines(config),
         service.metrics,
+        Intake(_PARSE_AT_ONCE),
     )
     return uvicorn.Config(
         app,

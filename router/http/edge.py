@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loraplex.router.api.errors import dialect_of_path
 from loraplex.router.api.missing_routes import MEANT
-from loraplex.router.http.intake import Intake
+from loraplex.router.http.intake import Intake, caller_of
 from loraplex.router.telemetry.metrics import RouterMetrics
 from loraplex.router.telemetry.request import RequestInHand
 from loraplex.router.telemetry.request_log import RequestLog
@@ -65,7 +65,7 @@ class Edge:
         answer = _Answer(send, request, _id_headers(scope["path"]), self._closing)
         scope.setdefault("state", {})["request_id"] = answer.request_id
         try:
-            await self._intake.enter(_caller(scope))
+            await self._intake.enter(caller_of(scope))
             await self._app(scope, receive, answer.send)
         except Exception:  # the process edge; the application has answered if it still could
             logger.exception("request %s failed", answer.request_id)
@@ -129,12 +129,6 @@ def path_name(request: Request) -> str:
 def _id_headers(path: str) -> tuple[bytes, ...]:
     is_anthropics = dialect_of_path(path) == "anthropic"
     return (_ID_HEADER, _ANTHROPIC_ID_HEADER) if is_anthropics else (_ID_HEADER,)
-
-
-def _caller(scope: Scope) -> tuple[str, bytes]:
-    """Whose turn a request takes, before it is known whether its key is good."""
-    host, _ = scope.get("client") or ("", 0)
-    return host, next((value for name, value in scope["headers"] if name == b"authorization"), b"")
 
 
 def _request_id(scope: Scope) -> str:

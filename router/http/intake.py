@@ -6,8 +6,15 @@ at once the first would reach a worker when the last does.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
+from typing import Any
+
+
+def caller_of(scope: Mapping[str, Any]) -> tuple[str, bytes]:
+    """Finds the caller whose turn a request takes, before it is known whether its key is good."""
+    host, _ = scope.get("client") or ("", 0)
+    return host, next((value for name, value in scope["headers"] if name == b"authorization"), b"")
 
 
 class Intake:

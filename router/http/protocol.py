@@ -14,7 +14,7 @@ import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from loraplex.router.http.intake import Intake
+from loraplex.router.http.intake import Intake, caller_of
 from loraplex.router.policy.front_door import Cut, FrontDoor, HttpDeadlines
 from loraplex.router.telemetry.metrics import RouterMetrics
 
@@ -131,7 +131,7 @@ _LAST_READS_S = 0.02
 # Parsed in one turn at most, if no request is complete before.
 _TURN_BYTES = 64 << 10
 # Parsed at once, but for a body whose length is known: what may be many requests.
-_PIECE_BYTES = 2 << 10
+_PIECE_BYTES = 1 << 10
 
 
 class _Flow(FlowControl):
@@ -251,7 +251,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._take_turn()
 
     def _take_turn(self) -> None:
-        self._turns.begin(self.client and self.client[0], self._parse)
+        """Takes a turn of the latest request's caller. New connections share a line."""
+        self._turns.begin(self.scope and caller_of(self.scope), self._parse)
         self.flow.settle()
 
     def _parse(self) -> None:

@@ -33,6 +33,9 @@ class Work:
         assert self.let_go.wait(240)
         return threading.get_ident()
 
+    def parse(self, _: bytes) -> int:
+        return self()
+
 
 def thread(_: bytes) -> int:
     return threading.get_ident()
@@ -79,9 +82,7 @@ async def test_bodies_of_many_values_are_read_apart_and_one_at_a_time() -> None:
     one, other = Work(), Work()
     assert await bodies.of("a").parsed(b'"%s"' % (b"x" * LONG), thread) == threading.get_ident()
     asking = [
-        asyncio.create_task(
-            bodies.of(tenant).parsed(b"[%s]" % (b"1," * LONG), lambda _, w=work: w())
-        )
+        asyncio.create_task(bodies.of(tenant).parsed(b"[%s]" % (b"1," * LONG), work.parse))
         for tenant, work in (("a", one), ("b", other))
     ]
     await begins(one)

@@ -21,8 +21,8 @@ class CertifyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     eos_percent: how often a token is the first end-of-sequence id (0 = never), to two places.
 
-    step_s: seconds that a step takes. copy_polls: calls of `poll_copies` until a copy is usable.
-    ending_polls: calls from then on until the copy is over (0 = at once).
+    step_s: seconds that the device takes for a step. copy_polls: calls of `poll_copies` until a
+    copy is usable. ending_polls: calls from then on until the copy is over (0 = at once).
     check_bytes: slabs are read when a copy starts, is usable and is over. Their bytes must be the
     same as before. deadly_id: a step that begins a prompt with it ends the process (-1 = none).
     """

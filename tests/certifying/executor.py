@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
-from typing import Any
 
 import numpy as np
 
@@ -45,7 +44,7 @@ from tests.certifying.certificates import (
     certified_vector,
     next_mark,
 )
-from tests.certifying.page_copies import FakePages
+from tests.certifying.page_copies import FakePages, Page
 from tests.certifying.pictures import Encoded, FakePictures
 from tests.certifying.slab_witness import SlabWitness
 
@@ -62,8 +61,7 @@ def check(condition: bool, message: str) -> None:
 class FakeRow:
     """A row: its tokens, pages and marks.
 
-    images: for each group of layers, what its pages hold where they are right. Lists of a page's
-    places, in order.
+    images: for each group of layers, what its pages hold where they are right.
     """
 
     def __init__(self, start: RowStart, limits: ExecutorLimits) -> None:
@@ -79,7 +77,7 @@ class FakeRow:
         self.adapter: str | None = None
         self.pictured: dict[int, int] = {}  # what placeholders of pictures count as
         self.marks: list[Mark] = []  # after each computed token
-        self.images: list[list[list[bytes]]] = [[] for _ in limits.page_windows]
+        self.images: list[list[Page]] = [[] for _ in limits.page_windows]
         self._page_size = limits.page_size
         self.taken = 0  # tokens that the row's state has taken, each once
         self.state = ROOT_MARK  # after them
@@ -98,9 +96,11 @@ class FakeRow:
         starts_page = len(self.marks) % self._page_size == 0
         self.marks.append(mark)
         for group, images in enumerate(self.images):
+            place = (mark + self.tag(group),)
             if starts_page:
-                images.append([])
-            images[-1].append(mark + self.tag(group))
+                images.append(place)
+            else:
+                images[-1] += place
 
     def take(self, marks: list[Mark]) -> None:
         """Begin with tokens that lie in reused pages. marks: after each of them."""
@@ -124,7 +124,7 @@ class FakeRow:
         self.num_computed -= 1
         self.marks.pop()
         for images in self.images:
-            images[-1].pop()
+            images[-1] = images[-1][:-1]
             if not images[-1]:
                 images.pop()
 
@@ -149,11 +149,13 @@ def next_allowed(mask: np.ndarray, token_id: int, vocab_size: int) -> int:
 
 class FakeTicket:
     """A launched step; its results are known, but not before `collect`. held: whether constrained
-    slices wait for their masks; what was drawn for them without is not theirs."""
+    slices wait for their masks; what was drawn for them without is not theirs. over: when the step
+    is, on the monotonic clock."""
 
-    def __init__(self, plan: StepPlan, results: list[SliceResult]) -> None:
+    def __init__(self, plan: StepPlan, results: list[SliceResult], over: float = 0.0) -> None:
         self.plan = plan
         self.results = results
+        self.over = over
         self.held = any(piece.constrained for piece in plan.slices)
 
     def ready(self) -> bool:
@@ -176,8 +178,7 @@ class CertifyingExecutor:
         checked = host_memory if self.options.check_bytes else None
         self.pictures = FakePictures(limits.pictures, self.options.copy_polls, checked)
         self._witness = None if checked is None else SlabWitness(checked)
-        empty: list[Mark | None] = [None] * limits.page_size
-        self._kv = [list(empty) for _ in range(limits.num_pages)]
+        self._kv: list[Page] = [()] * limits.num_pages
         self._holders: list[set[int]] = [set() for _ in range(limits.num_pages)]
         sizes = (limits.host_pages, limits.disk_pages)
         self.pages_below = FakePages(self._kv, self._is_read, sizes, check)
@@ -185,7 +186,7 @@ class CertifyingExecutor:
         self.stored_snapshots: tuple[bytes, ...] = ()
         self._rows: dict[int, FakeRow] = {}
         # Tokens, and the mark after them.
-        self._snapshots: list[list[Any]] = [[None, None] for _ in range(limits.num_snapshots)]
+        self._snapshots: list[Page] = [(None, None)] * limits.num_snapshots
         # The device reads a snapshot, and writes it again, in the order of launches and copies.
         self.states_below = FakePages(
             self._snapshots,
@@ -199,6 +200,7 @@ class CertifyingExecutor:
         self._ending: list[tuple[int, AdapterCopy]] = []
         self._in_flight: deque[FakeTicket] = deque()
         self._step = 0
+        self._free_at = 0.0  # of the device
 
     # ---- steps
 
@@ -233,13 +235,15 @@ class CertifyingExecutor:
         check(decodes <= most, "longer drafts than a step holds")
         if meanwhile is not None:
             meanwhile()
-        ticket = FakeTicket(plan, [self._compute(piece) for piece in plan.slices])
+        results = [self._compute(piece) for piece in plan.slices]
+        self._free_at = max(self._free_at, time.monotonic()) + self.options.step_s
+        ticket = FakeTicket(plan, results, self._free_at)
         self._in_flight.append(ticket)
         return ticket
 
     def _save(self, snapshot: int, row: FakeRow) -> None:
         check(0 <= snapshot < self.limits.num_snapshots, f"no snapshot {snapshot}")
-        self._snapshots[snapshot][:] = row.taken, row.state
+        self._snapshots[snapshot] = row.taken, row.state
 
     def mask_memory(self, count: int, words: int) -> np.ndarray:
         return np.zeros((count, words), dtype=np.int32)
@@ -265,8 +269,7 @@ class CertifyingExecutor:
     def collect(self, ticket: FakeTicket) -> list[SliceResult]:
         check(bool(self._in_flight) and self._in_flight[0] is ticket, "not the oldest step")
         check(not ticket.held, "a step was collected before its masks came")
-        if self.options.step_s:
-            time.sleep(self.options.step_s)
+        time.sleep(max(0.0, ticket.over - time.monotonic()))
         self._in_flight.popleft()
         for piece, result in zip(ticket.plan.slices, ticket.results, strict=True):
             self._leave_behind(piece, result)
@@ -486,7 +489,10 @@ class CertifyingExecutor:
             raise ContractError(f"a page of row {row.start.seq_row} is gone")
         if images:  # the last page may not be full
             held[-1] = held[-1][: len(images[-1])]
-        return held == images
+        if held != images:
+            return False
+        row.images[group][first:] = held  # the very same: compared at once until one changes
+        return True
 
     def _write(self, row: FakeRow, seq_row: int, position: int, *, is_wrong: bool = False) -> None:
         place, offset = divmod(position, self.limits.page_size)
@@ -494,7 +500,8 @@ class CertifyingExecutor:
             page = pages[place]
             if self._holders[page] != {seq_row}:
                 raise ContractError(f"page {page} is written while it is shared")
-            self._kv[page][offset] = WRONG_MARK if is_wrong else images[place][offset]
+            written = WRONG_MARK if is_wrong else images[place][offset]
+            self._kv[page] = (*self._kv[page][:offset], written)  # what lay behind is nobody's
 
     def wait_idle(self) -> None:
         self._in_flight.clear()

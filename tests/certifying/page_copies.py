@@ -5,7 +5,8 @@ from typing import Any
 
 from loraplex.server.engine.executor import PageCopies, PagesCopied
 
-Page = list[Any]
+# What lies in its places, in order. It is never changed, but replaced.
+Page = tuple[Any, ...]
 Check = Callable[[bool, str], None]
 IsRead = Callable[[int], bool]
 
@@ -34,7 +35,7 @@ class FakePages:
         for page in copies.pages:
             if copies.way == "in":
                 self._check(not self._is_read(page), f"page {page} is overwritten under a step")
-                self._pages[page][:] = [None] * len(self._pages[page])
+                self._pages[page] = (None,) * len(self._pages[page])
         if copies.way in ("out", "read"):
             for slot in copies.slots:
                 self._slots[slot] = None
@@ -58,12 +59,12 @@ class FakePages:
             return True
         slot = copies.slots[place]
         if copies.way == "out":
-            self._slots[slot] = list(self._pages[copies.pages[place]])
+            self._slots[slot] = self._pages[copies.pages[place]]
             return True
         if copies.way == "in":
             found = self._slots[slot]
             self._check(found is not None, f"slot {slot} is empty")
-            self._pages[copies.pages[place]][:] = found or []
+            self._pages[copies.pages[place]] = found or ()
             return True
         self._asked += 1
         if (self._asked * 37) % 100 < self.bad_percent:
@@ -72,7 +73,7 @@ class FakePages:
         if copies.way == "write":
             written = self._slots[slot]
             self._check(written is not None, f"slot {slot} is empty")
-            self._files[key] = list(written or [])
+            self._files[key] = written or ()
             self._check(len(self._files) <= self._most_files, "more files than there may be")
             return True
         self._slots[slot] = self._files.get(key)

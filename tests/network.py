@@ -27,6 +27,11 @@ class Direction:
     def flow(self) -> None:
         self._flows.set()
 
+    @property
+    def is_free(self) -> bool:
+        """Whether a chunk arrives at once."""
+        return self._flows.is_set() and not (self.delay_s or self.bytes_per_s)
+
     async def pass_on(self, chunk: bytes, sent_at: float) -> None:
         """Returns when the chunk has arrived."""
         loop = asyncio.get_running_loop()
@@ -114,26 +119,35 @@ async def _pump(
     """Raises ConnectionError at the end, behind the last byte."""
     loop = asyncio.get_running_loop()
     under_way: asyncio.Queue[tuple[bytes, float]] = asyncio.Queue(64)
+    num_under_way = 0
+
+    async def arrive(chunk: bytes) -> None:
+        if not chunk or writer.is_closing():  # uvloop would raise RuntimeError
+            raise ConnectionResetError
+        writer.write(chunk)
+        await writer.drain()
 
     async def send() -> None:
+        nonlocal num_under_way
         while True:
             chunk, sent_at = await under_way.get()
             await direction.pass_on(chunk, sent_at)
-            if not chunk or writer.is_closing():  # uvloop would raise RuntimeError
-                raise ConnectionResetError
-            writer.write(chunk)
-            await writer.drain()
+            await arrive(chunk)
+            num_under_way -= 1
 
     async with asyncio.TaskGroup() as group:
         group.create_task(send())
         chunk = b"-"
         while chunk:
-            with contextlib.suppress(ConnectionError):
+            try:
                 chunk = await reader.read(_CHUNK_BYTES)
+            except ConnectionError:
+                chunk = b""
+            if direction.is_free and not num_under_way:
+                await arrive(chunk)
+            else:
+                num_under_way += 1
                 await under_way.put((chunk, loop.time()))
-                continue
-            chunk = b""
-            await under_way.put((chunk, loop.time()))
 
 
 @asynccontextmanager

@@ -11,6 +11,7 @@ from functools import cached_property, partial
 from typing import Any, Literal
 
 import httpx
+import msgspec
 from tokenizers import Tokenizer
 
 from tests.certifying.certificates import CertifyOptions, certified_output
@@ -116,6 +117,12 @@ class Certifier:
     ) -> list[int]:
         """The right tokens. allowed: ids that alone may be drawn, beside ends; () = all."""
         ids = self.tokenizer.encode(prompt).ids
+        return self.output(digest, ids, count, allowed)
+
+    def output(
+        self, digest: str | None, ids: Sequence[int], count: int, allowed: Sequence[int] = ()
+    ) -> list[int]:
+        """The right tokens behind a prompt's ids. allowed: as of `expected`."""
         return certified_output(digest, ids, count, self._options, allowed=allowed)
 
     def text(self, ids: list[int]) -> str:
@@ -275,7 +282,7 @@ class Clients:
             content = await posted.body()
         if posted.status != 200:
             raise Failed(f"{posted.status}: {content[:300].decode(errors='replace')}")
-        return json.loads(content), posted.headers
+        return msgspec.json.decode(content), posted.headers
 
     async def _events(self, url: str, body: dict[str, Any], order: Order, answer: Answer) -> Any:
         """A stream's JSON events; their arrivals are noted."""
@@ -290,7 +297,7 @@ class Clients:
                     continue
                 answer.pauses.append((last, at))
                 last = at
-                event = json.loads(data)
+                event = msgspec.json.decode(data)
                 if "error" in event:
                     raise Failed(data[:300].decode(errors="replace"))
                 yield event

@@ -94,13 +94,14 @@ class Process:
 @dataclass(frozen=True)
 class Served:
     """A base and its adapters, for a fleet to serve. adapters: names of folders in `roots`.
-    options: of workers.
+    options, kv_memory: of workers.
     """
 
     model: Path
     roots: Path
     adapters: tuple[str, ...]
     options: tuple[str, ...] = ()
+    kv_memory: str = "16MiB"
 
 
 def demo(step_s: float = 0.0) -> Served:
@@ -148,7 +149,8 @@ class Fleet:
         served = self._served
         arguments = [
             *("worker", str(served.model), *served.options),
-            *("--worker-id", f"worker-{number}", "--kv-memory", "16MiB", "--model-name", "base"),
+            *("--worker-id", f"worker-{number}", "--model-name", "base"),
+            *("--kv-memory", served.kv_memory),
             *("--adapter-root", str(served.roots), "--cache-dir", str(folder / f"cache-{number}")),
         ]
         return Process(f"worker-{number}", arguments, free_port(), folder)

@@ -19,9 +19,9 @@ from tests.soak.rounds import Outcome, Round, run
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--tokens", type=int, default=10_000_000, help="of the whole run")
-    parser.add_argument("--round", type=int, default=1_000_000, help="tokens of a round")
+    parser.add_argument("--round", type=int, default=2_000_000, help="tokens of a round")
     parser.add_argument("--seed", type=int, default=1, help="of the first round; others follow")
-    parser.add_argument("--clients", type=int, default=64, help="requests under way at once")
+    parser.add_argument("--clients", type=int, default=128, help="requests under way at once")
     parser.add_argument("--calm-s", type=float, default=2.0, help="longest calm between faults")
     parser.add_argument("--folder", type=Path, help="where logs are kept (default: nowhere)")
     parser.add_argument("--record", type=Path, default=Path(".cache/soak.jsonl"))
@@ -56,6 +56,7 @@ def _line(asked: Round, outcome: Outcome) -> dict[str, Any]:
     return {
         "seed": asked.seed,
         "tokens": tally.tokens,
+        "streamed": tally.streamed,
         "seconds": round(outcome.seconds, 1),
         "results": tally.results,
         "kinds": tally.kinds,
@@ -73,11 +74,11 @@ def _table(lines: list[dict[str, Any]]) -> str:
         results.update(line["results"])
         faults.update(line["faults"])
         kinds.update(line["kinds"])
-    tokens = sum(line["tokens"] for line in lines)
+    tokens, streamed = (sum(line.get(of, 0) for line in lines) for of in ("tokens", "streamed"))
     seconds = sum(line["seconds"] for line in lines)
     rows = {
         "rounds": f"{len(lines)}, seeds {', '.join(str(line['seed']) for line in lines)}",
-        "certified tokens": f"{tokens:,} in {seconds:,.0f} s",
+        "certified tokens": f"{tokens:,} in {seconds:,.0f} s, {streamed:,} of them streamed",
         "answers": ", ".join(f"{count:,} {result}" for result, count in results.items()),
         "kinds": ", ".join(f"{count:,} {kind}" for kind, count in sorted(kinds.items())),
         "faults": ", ".join(f"{count:,} {fault}" for fault, count in sorted(faults.items())),

@@ -18,7 +18,15 @@ from tests.certifying.factory import certify
 from tests.chaos.faults import Faults
 from tests.chaos.processes import Fleet, Served, Shape, engine_of
 from tests.router.shared.redis_server import RedisServer, running_redis
-from tests.soak.load import ROLLED, ROLLED_FROM, SoakCertifier, SoakClients, Tally
+from tests.soak.load import (
+    MAX_TOKENS,
+    MIN_TOKENS,
+    ROLLED,
+    ROLLED_FROM,
+    SoakCertifier,
+    SoakClients,
+    Tally,
+)
 from tests.soak.seeing import save_seeing
 
 # In the first half of a round processes die; in the second one they live, and are weighed.
@@ -32,17 +40,20 @@ GENTLE = (
 )
 LONGEST_S = 2.0
 WORKER_OPTIONS = (
-    *("--max-draft", "8", "--host-kv-memory", "8MiB", "--disk-kv", "32MiB"),
+    *("--max-draft", "8", "--host-kv-memory", "16MiB", "--disk-kv", "64MiB"),
     *("--picture-memory", "256KiB", "--model-name", "loraplex/demo"),
+    # Room in a step for a draft of each sequence.
+    *("--max-running", "1024", "--max-step-tokens", "1024"),
 )
+# Too little for what is repeated.
+KV_MEMORY = "40MiB"
 # Metrics of workers that say whether what is on was used.
 USED = (
     *("recalled_kv_pages_total", "accepted_draft_tokens_total", "preemptions_total"),
     "images_total",
 )
-MIN_TOKENS, MAX_TOKENS = 10, 1000
 # As long as a GPU's, so that many sequences are in each step.
-STEP_S = 0.01
+STEP_S = 0.02
 # A process is flat if its last part weighs at most this much more than the part before.
 PARTS = 4
 GROWTH_BYTES, GROWTH_SHARE = 8 << 20, 0.05
@@ -111,10 +122,11 @@ class SoakFleet(Fleet):
         executor = ("--executor", certify(**options, check_bytes=True))
         model = folder / "seeing"
         save_seeing(model)
-        served = Served(model, roots, tuple(paths), (*executor, *WORKER_OPTIONS))
+        served = Served(model, roots, tuple(paths), (*executor, *WORKER_OPTIONS), KV_MEMORY)
         shape = Shape(workers=asked.workers, served=served)
         super().__init__(
             *(folder, shape, redis),
+            *("--drain-timeout-s", "240"),  # the longest answers outlast the default
             *("--upload-store", str(folder / "uploads"), "--files-dir", str(folder / "files")),
         )
         self.served = served

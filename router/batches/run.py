@@ -167,7 +167,8 @@ class BatchRun:
     async def _run_lines(self, source: BatchInput) -> None:
         out, errors = self._parts.folder.answers(self.state)
         total = source.requests
-        with closing(await off_loop(Journal, out, errors, source, False)) as journal:
+        journal = await off_loop(Journal, out, errors, source, False)
+        try:
             self._count(journal, total)
             await off_loop(self._parts.folder.save, self.state)
             await self._send_all(source, journal)
@@ -179,6 +180,8 @@ class BatchRun:
             if self._stop is not None:
                 await off_loop(self._answer_rest, source, journal, NOT_RUN[end])
             self._count(journal, total)
+        finally:
+            await off_loop(journal.close)
         await self._finalize(end)
 
     def _count(self, journal: Journal, total: int) -> None:

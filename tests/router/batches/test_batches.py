@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import os
 import threading
 from collections.abc import AsyncIterator
 from itertools import pairwise
@@ -33,6 +34,23 @@ async def router(tmp_path: Path, worker: FakeWorker) -> AsyncIterator[Running]:
 @pytest.fixture
 def user(router: Running) -> BatchUser:
     return BatchUser(router)
+
+
+async def test_the_event_loop_waits_for_no_disk(
+    user: BatchUser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk may take seconds for what was written last."""
+    synced, fsync = list[int](), os.fsync
+
+    def record(fd: int) -> None:
+        synced.append(threading.get_ident())
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", record)
+    made = await user.start([line("one", "alpha")])
+    assert (await user.until_over(made["id"]))["status"] == "completed"
+    assert synced
+    assert threading.get_ident() not in synced
 
 
 async def test_every_line_is_answered_adapter_by_adapter(

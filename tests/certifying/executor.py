@@ -59,10 +59,8 @@ def check(condition: bool, message: str) -> None:
 
 
 class FakeRow:
-    """A row: its tokens, pages and marks.
-
-    images: for each group of layers, what its pages hold where they are right.
-    """
+    """A row: its tokens, pages and marks. images: for each group of layers, what its pages hold
+    where they are right."""
 
     def __init__(self, start: RowStart, limits: ExecutorLimits) -> None:
         self.start = start
@@ -70,6 +68,8 @@ class FakeRow:
         short, size = limits.short_context, len(start.token_ids)
         self.kind = b"long" if short is not None and size > short else b""
         self.most_tokens = limits.max_context if self.kind or short is None else short
+        # What a place of each group's pages holds behind the mark.
+        self.tags = [self.kind + bytes((group,)) for group in range(len(limits.page_windows))]
         # For each group of layers: pages by place in the page table.
         self.pages: list[dict[int, int]] = [{} for _ in limits.page_windows]
         self.num_computed = -1  # unknown before the first slice
@@ -87,16 +87,12 @@ class FakeRow:
         """The token there, as marks count it."""
         return self.pictured.get(position, self.tokens[position])
 
-    def tag(self, group: int) -> bytes:
-        """Bytes that a place of a group's page holds behind the mark."""
-        return self.kind + bytes((group,))
-
     def add(self, mark: Mark) -> None:
         """One more token is computed."""
         starts_page = len(self.marks) % self._page_size == 0
         self.marks.append(mark)
-        for group, images in enumerate(self.images):
-            place = (mark + self.tag(group),)
+        for images, tag in zip(self.images, self.tags, strict=True):
+            place = (mark + tag,)
             if starts_page:
                 images.append(place)
             else:
@@ -351,7 +347,6 @@ class CertifyingExecutor:
         for position in range(piece.start, known):
             mark = next_mark(mark, row.said(position), row.adapter)
             row.add(mark)
-            self._write(row, piece.seq_row, position)
             row.taken, row.state = position + 1, mark
             if row.taken in saves:
                 self._save(saves.pop(row.taken), row)
@@ -360,6 +355,7 @@ class CertifyingExecutor:
                 listed = row.start.sampling.logprob_token_ids
                 scored.append(self._logprob(mark, row.tokens[position + 1], count, listed))
         check(not saves, "a save of no token of the slice")
+        self._write(row, piece.seq_row, piece.start, known)
         row.num_computed = known
         prompt_logprobs = scored if piece.prompt_logprobs else None
         if not piece.sample:
@@ -389,7 +385,8 @@ class CertifyingExecutor:
         token_ids: list[int] = []
         logprobs: list[TokenLogprob] = []
         count, listed = row.start.sampling.logprobs, row.start.sampling.logprob_token_ids
-        for position in range(row.num_computed, end + 1):
+        begin = row.num_computed
+        for position in range(begin, end + 1):
             index = len(row.tokens) - row.start.prompt_len
             token_id = certified_token(mark, self.options, index >= row.start.eos_suppressed_until)
             if masks is not None:
@@ -402,13 +399,11 @@ class CertifyingExecutor:
                 break
             goes_on = masks is None or masks[len(token_ids)].any()
             if not goes_on or piece.draft[position - piece.start - 1] != token_id:
-                for place in range(position, end):
-                    self._write(row, piece.seq_row, place, is_wrong=True)
                 break
             mark = next_mark(mark, token_id, row.adapter)
             row.add(mark)
-            self._write(row, piece.seq_row, position)
             row.num_computed = position + 1
+        self._write(row, piece.seq_row, begin, end)
         return SliceResult(tuple(token_ids), tuple(logprobs), prompt_logprobs)
 
     def _logprob(
@@ -494,14 +489,19 @@ class CertifyingExecutor:
         row.images[group][first:] = held  # the very same: compared at once until one changes
         return True
 
-    def _write(self, row: FakeRow, seq_row: int, position: int, *, is_wrong: bool = False) -> None:
-        place, offset = divmod(position, self.limits.page_size)
-        for pages, images in zip(row.pages, row.images, strict=True):
-            page = pages[place]
-            if self._holders[page] != {seq_row}:
-                raise ContractError(f"page {page} is written while it is shared")
-            written = WRONG_MARK if is_wrong else images[place][offset]
-            self._kv[page] = (*self._kv[page][:offset], written)  # what lay behind is nobody's
+    def _write(self, row: FakeRow, seq_row: int, begin: int, end: int) -> None:
+        """Write the row's places from `begin` to `end`; those without a mark become wrong. What lay
+        behind them is nobody's."""
+        size = self.limits.page_size
+        for place in range(begin // size, -(-end // size)):
+            first, most = max(begin - place * size, 0), min(end - place * size, size)
+            for pages, images in zip(row.pages, row.images, strict=True):
+                page = pages[place]
+                if self._holders[page] != {seq_row}:
+                    raise ContractError(f"page {page} is written while it is shared")
+                right = images[place][first:most] if place < len(images) else ()
+                wrong = [WRONG_MARK] * (most - first - len(right))
+                self._kv[page] = (*self._kv[page][:first], *right, *wrong)
 
     def wait_idle(self) -> None:
         self._in_flight.clear()

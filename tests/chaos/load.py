@@ -15,7 +15,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from tests.certifying.certificates import CertifyOptions, certified_output
-from tests.chaos.posts import Broken, Refused, posting
+from tests.chaos.posts import Broken, Refused, Transport, posting
 from tests.chaos.processes import Process, Served, demo
 
 TIMEOUT_S = 240.0
@@ -151,8 +151,9 @@ class Clients:
         self._stopping = False
         self._http = httpx.AsyncClient(
             timeout=TIMEOUT_S,
-            trust_env=False,
-            limits=httpx.Limits(max_keepalive_connections=0, max_connections=None),
+            transport=Transport(
+                limits=httpx.Limits(max_keepalive_connections=0, max_connections=None)
+            ),
         )
         self._kinds: list[Kind] = [
             self._stream_ids,

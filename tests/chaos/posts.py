@@ -9,6 +9,7 @@ from typing import Any, cast
 from urllib.parse import urlsplit
 
 import httptools
+import httpx
 
 from loraplex.launcher.bench.load.answers import EventReader
 from loraplex.launcher.bench.load.stream_client import request_bytes
@@ -98,6 +99,16 @@ class Posted(asyncio.Protocol):
 
     def close(self) -> None:
         self._transport.abort()
+
+
+class Transport(httpx.AsyncHTTPTransport):
+    """A transport for calls to processes that may die at any time."""
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        try:
+            return await super().handle_async_request(request)
+        except AttributeError as error:  # anyio's, where a connection ends as it begins
+            raise httpx.ConnectError(str(error), request=request) from error
 
 
 @asynccontextmanager

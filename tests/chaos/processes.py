@@ -15,6 +15,7 @@ import httpx
 from loraplex.launcher.demo import adapter_paths, model_path
 from loraplex.server.worker import tether
 from tests.certifying.factory import certify
+from tests.chaos.posts import Transport
 from tests.engines import engines_below
 from tests.network import Link
 from tests.ports import free_port
@@ -143,7 +144,7 @@ class Fleet:
         self._served = shape.served or demo(shape.step_s)
         self.workers = [self._worker(folder, i) for i in range(shape.workers)]
         self.routers = [self._router(folder, i, router_options) for i in range(shape.routers)]
-        self._http = httpx.AsyncClient(timeout=2.0, trust_env=False)
+        self._http = httpx.AsyncClient(timeout=2.0, transport=Transport())
 
     def _worker(self, folder: Path, number: int) -> Process:
         served = self._served

@@ -5,6 +5,7 @@ A round that ended stands in the record; a run that was broken off goes on with 
 
 import argparse
 import json
+import shutil
 import sys
 import tempfile
 from collections import Counter
@@ -21,7 +22,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=10_000_000, help="of the whole run")
     parser.add_argument("--round", type=int, default=2_000_000, help="tokens of a round")
     parser.add_argument("--seed", type=int, default=1, help="of the first round; others follow")
-    parser.add_argument("--clients", type=int, default=128, help="requests under way at once")
+    parser.add_argument("--clients", type=int, default=192, help="requests under way at once")
     parser.add_argument("--calm-s", type=float, default=2.0, help="longest calm between faults")
     parser.add_argument("--folder", type=Path, help="where logs are kept (default: nowhere)")
     parser.add_argument("--record", type=Path, default=Path(".cache/soak.jsonl"))
@@ -33,6 +34,7 @@ def main() -> int:
         asked = Round(seed, options.round, options.clients, calm_s=options.calm_s)
         with tempfile.TemporaryDirectory() as temporary:
             folder = (options.folder or Path(temporary)) / str(seed)
+            shutil.rmtree(folder, ignore_errors=True)  # of a round that was broken off
             folder.mkdir(parents=True)
             outcome = uvloop.run(run(asked, folder))
         with options.record.open("a") as file:

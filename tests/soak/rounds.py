@@ -46,7 +46,7 @@ WORKER_OPTIONS = (
     *("--max-running", "1024", "--max-step-tokens", "1024"),
 )
 # Too little for what is repeated.
-KV_MEMORY = "40MiB"
+KV_MEMORY = "60MiB"
 # Metrics of workers that say whether what is on was used.
 USED = (
     *("recalled_kv_pages_total", "accepted_draft_tokens_total", "preemptions_total"),

@@ -8,6 +8,7 @@ from msgspec import UNSET, UnsetType
 
 from loraplex.router.api.messages.blocks import (
     MessageFormatter,
+    MessageOptions,
     StopReason,
 )
 from loraplex.router.api.messages.blocks import stop_reason_of as reason_of
@@ -197,7 +198,7 @@ def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ApiReque
         found = chat.request_of(typed_openai(asked, ChatBody, limits), limits, bearer)
     except RequestError as error:
         raise error.spelled({own: name for name, own in _NAMES.items()}) from None
-    return ApiRequest(found.call, CohereFormatter, None)
+    return ApiRequest(found.call, CohereFormatter, MessageOptions())
 
 
 def _message(given: dict[str, Any]) -> dict[str, Any]:

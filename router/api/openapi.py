@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 
-from loraplex.adapters.chat.conversation import REASONING
 from loraplex.router.api.admin.keys import MAX_LISTED
 from loraplex.router.api.admin.organization import MOST_BUCKETS, NEWEST_S
 from loraplex.router.api.admin.pages import MAX_PAGE
@@ -349,28 +348,29 @@ def _neutral(fields: Mapping[str, Elsewhere]) -> dict[str, Schema]:
 
 
 def _message(message: Schema) -> Schema:
-    """Says that only the assistant may call tools, and have no content with them."""
+    """Says that only the assistant may call tools, and that other people's content is not empty."""
     properties = message["properties"]
-    spoken = [kind for kind in properties["content"]["anyOf"] if kind.get("type") != "null"]
-    for kind in spoken:
-        if kind["type"] == "array":
-            kind["minItems"] = 1
-    content = {"anyOf": spoken}
-    other = properties["role"] | {"not": {"const": "assistant"}}
+    kinds = properties["content"]["anyOf"]
+    spoken = [
+        kind | {"minItems": 1} if kind["type"] == "array" else kind
+        for kind in kinds
+        if kind["type"] != "null"
+    ]
+    other = properties["role"] | {"not": {"enum": ["assistant", "tool", "function"]}}
     no_calls: Schema = {"enum": [None, []]}
 
-    def one(needed: str, **changes: Schema) -> Schema:
-        required = sorted({"role", needed})
+    def one(*needed: str, **changes: Schema) -> Schema:
+        required = ["role", *needed]
         return message | {"properties": properties | changes, "required": required}
 
-    silent = {"role": {"const": "assistant"}, "content": {"type": "null"}}
-    calls = next(kind for kind in properties["tool_calls"]["anyOf"] if kind["type"] == "array")
+    results = one(role={"const": "tool"}, tool_calls=no_calls)
+    older = one("name", role={"const": "function"}, tool_calls=no_calls, name=_TEXT)
     return {
         "anyOf": [
-            one("content", role=other, content=content, tool_calls=no_calls),
-            one("content", role={"const": "assistant"}, content=content),
-            one("tool_calls", **silent, tool_calls=calls | {"minItems": 1}),
-            *(one(name, **silent, **{name: _TEXT}) for name in (*REASONING, "refusal")),
+            one("content", role=other, content={"anyOf": spoken}, tool_calls=no_calls),
+            one(role={"const": "assistant"}),
+            results,
+            older,
         ]
     }
 

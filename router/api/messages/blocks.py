@@ -1,7 +1,7 @@
 """Anthropic's `/v1/messages`: answers of blocks, whole and in events. Pure."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -78,6 +78,15 @@ class MessageObject(msgspec.Struct, frozen=True, kw_only=True, tag_field="type",
     usage: MessageUsage
 
 
+class MessageOptions(NamedTuple):
+    """How a request wants its answer. id: the caller's own, in place of the request's.
+    shows_thinking: False = blocks of the model's reasoning are empty.
+    """
+
+    id: str | None = None
+    shows_thinking: bool = True
+
+
 def message_of(head: AnswerHead, own_id: str | None, prompt: PromptInfo) -> MessageObject:
     """An answer that begins. own_id: the caller's, in place of the request's."""
     return MessageObject(
@@ -90,22 +99,24 @@ def message_of(head: AnswerHead, own_id: str | None, prompt: PromptInfo) -> Mess
     )
 
 
-def answered(begun: MessageObject, result: ChoiceResult, prompt: PromptInfo) -> MessageObject:
+def answered(
+    begun: MessageObject, result: ChoiceResult, prompt: PromptInfo, shows_thinking: bool
+) -> MessageObject:
     """Completes a message with what the model has answered. Raises RequestError (incomplete)."""
     return msgspec.structs.replace(
         begun,
-        content=_blocks(result),
+        content=_blocks(result, shows_thinking),
         stop_reason=stop_reason_of(result.finish, result.matched, bool(result.calls)),
         stop_sequence=stop_sequence_of(result.matched),
         usage=usage_of(prompt, result.generated_tokens, result.reasoning_tokens),
     )
 
 
-def _blocks(result: ChoiceResult) -> list[Block]:
+def _blocks(result: ChoiceResult, shows_thinking: bool) -> list[Block]:
     """The blocks of an answer. White space alone is a text only where nothing else is."""
     blocks: list[Block] = []
     if result.reasoning.strip():
-        blocks.append(ThinkingBlock(result.reasoning))
+        blocks.append(ThinkingBlock(result.reasoning if shows_thinking else ""))
     if result.text.strip() or (result.text and not (blocks or result.calls)):
         blocks.append(TextBlock(result.text))
     blocks += [ToolUseBlock(call.id, call.name, _input(call.arguments)) for call in result.calls]
@@ -202,10 +213,10 @@ MessageEvent = (
 class MessageFormatter(PartStream):
     """Writes answers of `/v1/messages`."""
 
-    def __init__(self, head: AnswerHead, own_id: str | None) -> None:
+    def __init__(self, head: AnswerHead, options: MessageOptions) -> None:
         super().__init__()
         self._head = head
-        self._own_id = own_id
+        self._options = options
         self._prompt: PromptInfo | None = None
         self._num_blocks = 0
         self._has_calls = False
@@ -213,12 +224,12 @@ class MessageFormatter(PartStream):
 
     def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> bytes:
         """Writes the whole message at once. Raises RequestError (incomplete)."""
-        begun = message_of(self._head, self._own_id, prompts[0])
-        return encode(answered(begun, results[0], prompts[0]))
+        begun = message_of(self._head, self._options.id, prompts[0])
+        return encode(answered(begun, results[0], prompts[0], self._options.shows_thinking))
 
     def prompt(self, info: PromptInfo) -> bytes:
         self._prompt = info
-        begun = message_of(self._head, self._own_id, info)
+        begun = message_of(self._head, self._options.id, info)
         return _written(MessageStart(begun)) + _written(Ping())
 
     def chunk(self, event: TextEvent) -> bytes:
@@ -250,6 +261,8 @@ class MessageFormatter(PartStream):
         return _written(BlockStart(self._num_blocks, block))
 
     def _grown(self, kind: PartKind, piece: str) -> bytes:
+        if kind == "reasoning" and not self._options.shows_thinking:
+            return b""
         return _written(BlockDelta(self._num_blocks, _PIECES[kind](piece)))
 
     def _ended(self, kind: PartKind, status: PartStatus) -> bytes:

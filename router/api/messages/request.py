@@ -7,9 +7,10 @@ import msgspec
 from msgspec import Meta
 
 from loraplex.adapters.chat.conversation import ReasoningEffort, TemplateOptions
-from loraplex.router.api.messages.blocks import MessageFormatter
+from loraplex.router.api.messages.blocks import MessageFormatter, MessageOptions
 from loraplex.router.api.messages.turns import Turn, is_begun, messages_of
 from loraplex.router.api.openai.common import (
+    HARMLESS,
     SharedBody,
     adapter_of,
     decode_shared,
@@ -132,13 +133,13 @@ class MessageMetadata(msgspec.Struct, frozen=True):
 class ThinkingFields(msgspec.Struct, frozen=True):
     """Says whether the model reasons before its answer, and how much. disabled, enabled: templates
     with such a switch turn reasoning off or on. adaptive: as the model likes. budget_tokens:
-    with enabled, at most so many. display: `summarized` is none: answers have the reasoning
-    itself.
+    with enabled, at most so many. display: omitted = blocks of reasoning are empty; summarized =
+    they have the reasoning itself.
     """
 
     type: Literal["disabled", "adaptive", "enabled"]
     budget_tokens: Positive | None = None
-    display: Literal["summarized"] | None = None
+    display: Literal["summarized", "omitted"] | None = None
 
 
 class OutputFormat(msgspec.Struct, frozen=True):
@@ -188,6 +189,12 @@ class MessagesBody(SharedBody, frozen=True, kw_only=True):
     chat_template_kwargs: an extension: further variables of the chat template.
     """
 
+    # Bedrock and Vertex have headers in the body.
+    harmless: ClassVar[frozenset[str]] = HARMLESS | {
+        "anthropic_version",
+        "anthropic_beta",
+        "user_profile_id",
+    }
     refused: ClassVar[Mapping[str, Elsewhere]] = REFUSED
 
     messages: list[Turn]
@@ -258,7 +265,8 @@ def _request(body: bytes, kind: type[B], limits: ApiLimits, bearer: str | None) 
         stop=tuple(request.stop_sequences or ()),
         user=None if request.metadata is None else request.metadata.user_id,
     )
-    return ApiRequest(call, MessageFormatter, request.request_id)
+    shows = request.thinking is None or request.thinking.display != "omitted"
+    return ApiRequest(call, MessageFormatter, MessageOptions(request.request_id, shows))
 
 
 def _decode(plain: dict[str, Any], kind: type[B], limits: ApiLimits) -> B:

@@ -42,7 +42,7 @@ class ResultPart(msgspec.Struct, frozen=True):
     type: str
     text: str | None = None
     tool_name: str | None = None
-    source: ImageSource | None = None
+    source: ImageSource | str | None = None
 
 
 class InputBlock(msgspec.Struct, frozen=True):
@@ -50,7 +50,8 @@ class InputBlock(msgspec.Struct, frozen=True):
     or `tool_result`: of the other kinds none is served.
 
     Fields that are not here are ignored: clients send blocks of an answer back with all that they
-    had, and what is cached does not depend on `cache_control`. source: of a picture. content,
+    had, and what is cached does not depend on `cache_control`. source: of a picture, or the text
+    that some kind which is not served has. content,
     is_error: of a result.
     """
 
@@ -61,7 +62,7 @@ class InputBlock(msgspec.Struct, frozen=True):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    source: ImageSource | None = None
+    source: ImageSource | str | None = None
     content: str | list[ResultPart] | None = None
     is_error: bool | None = None
 
@@ -201,11 +202,11 @@ def _part(placed: _Placed) -> MessagePart:
     return MessagePart("text", _said(placed.block, "text", placed.where))
 
 
-def _picture(source: ImageSource | None, where: str) -> MessagePart:
+def _picture(source: ImageSource | str | None, where: str) -> MessagePart:
     """Returns a picture as parts of a chat have it: its data as a URL. Raises RequestError."""
     where = f"{where}.source"
-    require(source is not None, "expected an object", where)
-    assert source is not None
+    require(isinstance(source, ImageSource), "expected an object", where)
+    assert isinstance(source, ImageSource)
     if source.type == "url":
         require(source.url is not None, "expected a text", f"{where}.url")
         return MessagePart("image_url", image_url=source.url)

@@ -10,7 +10,6 @@ from loraplex.adapters.chat.conversation import TemplateOptions, Verbosity
 from loraplex.router.api.openai.calls import AnswerCall, CalledFunction, CallPart, CallWriter
 from loraplex.router.api.openai.common import (
     adapter_of,
-    decode_openai,
     options_of,
     sampling_of,
     typed_openai,
@@ -53,6 +52,7 @@ from loraplex.router.api.request.tool_fields import (
     functions_of,
     shown_tools,
     tools_of,
+    typed_choice,
 )
 from loraplex.router.api.wire import encode, finite, sse
 from loraplex.router.call import (
@@ -425,7 +425,10 @@ def parse_batch(body: bytes, limits: ApiLimits, bearer: str | None = None) -> Ap
 
 def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ApiRequest:
     """Reads the body of a chat. Raises RequestError."""
-    return request_of(decode_openai(body, ChatBody, limits), limits, bearer)
+    plain = decode_plain(body)
+    if "tool_choice" in plain:
+        plain |= {"tool_choice": typed_choice(plain["tool_choice"])}
+    return request_of(typed_openai(plain, ChatBody, limits), limits, bearer)
 
 
 def request_of(request: ChatBody, limits: ApiLimits, bearer: str | None) -> ApiRequest:

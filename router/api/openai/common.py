@@ -51,7 +51,7 @@ from loraplex.server.protocol import SamplingParams
 HARMLESS = frozenset(
     ("metadata", "store", "service_tier", "safety_identifier")
     + ("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "prediction")
-    + ("moderation", "session_id", "client_metadata")
+    + ("moderation", "session_id", "client_metadata", "keep_alive", "cache_prompt")
 )
 LORA_PATH = "lora_path"
 WHOLE_AT_MINUS_ONE = ("logprobs", "top_logprobs", "prompt_logprobs")

@@ -41,13 +41,17 @@ class ContentPart(msgspec.Struct, frozen=True):
 
 class MessagePart(ContentPart, frozen=True):
     """A part of a message: `text` or `image_url`. OpenAI has further types, which are not served.
-    `input_text`, `output_text` and the assistant's `refusal` are texts.
+    `input_text`, `output_text` and the assistant's `refusal` are texts, `input_image` of
+    `/v1/responses` and `image` of transformers are pictures.
 
-    image_url: the address may stand there as it is. min_pixels, max_pixels: as of ImageUrl.
+    image_url: the address may stand there as it is. image, url: of an `image`. min_pixels,
+    max_pixels: as of ImageUrl.
     """
 
     refusal: str | None = None
     image_url: ImageUrl | str | None = None
+    image: str | None = None
+    url: str | None = None
     min_pixels: Positive | None = None
     max_pixels: Positive | None = None
 
@@ -60,11 +64,11 @@ class FilePart(MessagePart, frozen=True):
 
 class FunctionCall(msgspec.Struct, frozen=True):
     """Function that an earlier message of the assistant calls. arguments: JSON text, or the object
-    itself.
+    itself; null = none.
     """
 
     name: str
-    arguments: str | dict[str, Any]
+    arguments: str | dict[str, Any] | None = None
 
 
 class CustomCall(msgspec.Struct, frozen=True):
@@ -87,13 +91,14 @@ class MessageToolCall(msgspec.Struct, frozen=True):
         """The call as the model has made it: to it all tools are functions."""
         if self.custom is not None:
             return FunctionCall(self.custom.name, custom_arguments(self.custom.input))
-        assert self.function is not None
-        return self.function
+        function = self.function
+        assert function is not None
+        return FunctionCall(function.name, "{}") if function.arguments is None else function
 
 
 class Message(msgspec.Struct, frozen=True):
-    """Message of a chat, as the caller sends it. content may be null only where the assistant has
-    tool calls, reasoning or a refusal.
+    """Message of a chat, as the caller sends it. content may be null or empty where the assistant
+    speaks, or a tool has answered.
 
     reasoning_content, reasoning, thinking: three names for the model's reasoning; where several are
     given they must agree. function_call: the assistant's call as OpenAI had it before tools; a
@@ -197,18 +202,15 @@ def _content(
     message: Message, where: str, pixels: PixelBounds
 ) -> str | list[dict[str, Any]] | None:
     content = message.content
-    if content is None:
-        is_assistant = message.role == "assistant"
-        if is_assistant and message.refusal is not None:
-            return message.refusal
-        if is_assistant and message.tool_calls:
-            return None
-        stands_alone = is_assistant and _reasoning(message, where) is not None
-        require(stands_alone, "expected a text or a list of text parts", f"{where}.content")
-        return ""
     if isinstance(content, str):
         return content
-    require(content, "expected at least one part", f"{where}.content")
+    if not content:
+        may_be_empty = message.role in ("assistant", "tool")
+        words = "expected a text or a list of at least one part"
+        require(may_be_empty, words, f"{where}.content")
+        if message.role == "assistant" and message.refusal is not None:
+            return message.refusal
+        return None if message.tool_calls else ""
     return [
         _part(_as_text(part, message.role), f"{where}.content[{i}]", pixels)
         for i, part in enumerate(content)
@@ -216,11 +218,14 @@ def _content(
 
 
 def _as_text(part: MessagePart, role: str) -> MessagePart:
-    """Returns a text by another name, as `/v1/responses` has it, as a text; others as they are."""
+    """Returns a text or picture by another API's name as one of a chat; others as they are."""
     if part.type == "refusal" and role == "assistant":
         return MessagePart("text", part.refusal)
     if part.type in ("input_text", "output_text"):
         return MessagePart("text", part.text)
+    if part.type in ("input_image", "image"):
+        address = part.image_url or part.image or part.url
+        return msgspec.structs.replace(part, type="image_url", image_url=address)
     return part
 
 

@@ -96,6 +96,18 @@ ELSEWHERE: dict[str, Elsewhere] = {
     **_row("routed_experts_start_len routed_experts_prompt_start", "all tokens are reported", 0),
     **_only("detokenize", "answers are texts; `return_token_ids` adds ids", True),
     **_row("stream_interval", "the tokens of a step are one chunk", 1),
+    # Other gateways' and engines', by what they have where nobody asks
+    **_row("models provider route", _NO_CHOICE),
+    **_row("transforms plugins include betas", "no such parts are on the way"),
+    **_row("safe_mode safe_prompt enable_search disable_tool_validation", "say so in the prompt"),
+    **_row("repeat_penalty", "`repetition_penalty` holds repetition back", 1),
+    **_row("mirostat penalty_alpha top_a epsilon_cutoff eta_cutoff", "use `min_p` or `top_p`", 0),
+    **_row("xtc_probability dry_multiplier dynatemp_range smoothing_factor", _NO_SEARCH, 0),
+    **_row("tfs_z", "use `min_p` or `top_p`", 1),
+    **_row("n_probs", "use `logprobs`", 0),
+    **_only("id_slot", _NO_CHOICE, -1),
+    **_row("reasoning_format", "use `separate_reasoning`", "parsed", "auto", "deepseek"),
+    **_row("context_length_exceeded_behavior", "use `truncate_prompt_tokens`", "error"),
     # The caller, and the place where it runs
     **_row("skip_reading_prefix_cache", "`cache_salt` keeps apart what is cached"),
     **_row("custom_labels", "metrics are by adapter"),
@@ -186,6 +198,8 @@ def unrecognised(name: str, known: Iterable[str], where: str = "") -> RequestErr
 ALIASES = {
     "max_completion_tokens": "max_tokens",
     "max_new_tokens": "max_tokens",
+    "n_predict": "max_tokens",
+    "num_predict": "max_tokens",
     "max_output_tokens": "max_tokens",
     "stop_sequences": "stop",
     "min_new_tokens": "min_tokens",

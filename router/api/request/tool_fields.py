@@ -136,7 +136,21 @@ def tools_of(
     Raises RequestError."""
     read = typed({"tools": offered or []}, _Offered).tools
     tools = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(read))
+    if choice == "any" and all(tool.name != choice for tool in tools):
+        choice = "required"  # Mistral's and Anthropic's name of it
     return offered_tools(tools, _chosen(choice), parallel)
+
+
+def typed_choice(plain: Any) -> Any:
+    """Rewrites a plain `tool_choice` of another API as that of a chat: without a type, or flat."""
+    if not isinstance(plain, dict):
+        return plain
+    kind, name = plain.get("type", "function"), plain.get("name")
+    if kind in (*_MODES, "any") and len(plain) == 1:
+        return kind
+    if kind in ("function", "tool") and name is not None and "function" not in plain:
+        return {"type": "function", "function": {"name": name}}
+    return {"type": kind, **plain} if "function" in plain else plain
 
 
 def functions_of(offered: list[dict[str, Any]], choice: FunctionCallChoice | None) -> Tools | None:

@@ -91,7 +91,7 @@ def _add(messages: list[Message], item: InputItem, where: str) -> None:
         join_assistant(messages, "tool_calls", [_call(item, kind, where)])
     elif kind in ("function_call_output", "custom_tool_call_output", "local_shell_call_output"):
         call_id = _call_id(item, kind, where)
-        output = _content(item.output, f"{where}.output")
+        output = _content(item.output, f"{where}.output", may_be_empty=item.output is not None)
         messages.append(Message("tool", output, name=item.name, tool_call_id=call_id))
     elif kind == "reasoning":
         text = _reasoning(item, where)
@@ -108,7 +108,8 @@ def _message(item: InputItem, where: str) -> Message:
     assert item.role is not None
     message = "expected an item of type `function_call_output`"
     require(item.role != "tool", message, f"{where}.role")
-    return Message(item.role, _content(item.content, f"{where}.content"))
+    may_be_empty = item.role == "assistant"  # as in an answer that broke off
+    return Message(item.role, _content(item.content, f"{where}.content", may_be_empty=may_be_empty))
 
 
 def _call(item: InputItem, kind: str, where: str) -> MessageToolCall:
@@ -139,11 +140,14 @@ def _reasoning(item: InputItem, where: str) -> str:
     return _joined(summary or (), f"{where}.summary")
 
 
-def _content(content: str | list[InputPart] | None, where: str) -> str | list[MessagePart]:
+def _content(
+    content: str | list[InputPart] | None, where: str, *, may_be_empty: bool
+) -> str | list[MessagePart]:
     """Texts are joined by line breaks, as those of a chat are, unless pictures stand among them."""
     if isinstance(content, str):
         return content
-    require(content, "expected a text or a list of at least one part", where)
+    words = "expected a text or a list of at least one part"
+    require(content or may_be_empty, words, where)
     parts = content or ()
     if all(part.type != _PICTURE for part in parts):
         return _joined(parts, where)

@@ -9,6 +9,7 @@ from msgspec import Meta, to_builtins
 
 from loraplex.adapters.chat.conversation import ReasoningEffort, TemplateOptions, Verbosity
 from loraplex.router.api.openai.common import (
+    HARMLESS,
     SharedBody,
     adapter_of,
     decode_shared,
@@ -226,12 +227,13 @@ class ResponseStreamOptions(msgspec.Struct, frozen=True):
 
 
 class ReasoningFields(msgspec.Struct, frozen=True):
-    """Says how hard the model reasons. effort: where the chat template reads it. summary: `auto` is
-    none: answers have the reasoning itself.
+    """Says how hard the model reasons. effort: where the chat template reads it. summary: of no
+    effect, as its older name: answers have the reasoning itself.
     """
 
     effort: ReasoningEffort | None = None
-    summary: Literal["auto"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class TextFormat(msgspec.Struct, frozen=True):
@@ -257,8 +259,8 @@ REFUSED = {
     "conversation": Elsewhere((), f"no conversations are stored: {_SEND_ALL}"),
     "prompt": Elsewhere((), "no prompts are stored: send `instructions` and `input`"),
     "context_management": Elsewhere(([],), "send the items that shall be read"),
-    "truncation": Elsewhere(("disabled",), "`truncate_prompt_tokens` cuts a prompt"),
-    "max_tool_calls": Elsewhere((), "it bounds calls of hosted tools, of which there are none"),
+    # What fits is not cut; what does not is refused anyway.
+    "truncation": Elsewhere(("disabled", "auto"), "`truncate_prompt_tokens` cuts a prompt"),
     **dict.fromkeys(("response_format", "structured_outputs", "json_schema"), _FORM),
     **dict.fromkeys(("guided_json", "guided_json_object"), _FORM),
     "reasoning_effort": Elsewhere((), "use `reasoning.effort`"),
@@ -283,6 +285,8 @@ class ResponsesBody(SharedBody, frozen=True, kw_only=True):
     unless it is false, where answers are stored; background, previous_response_id: there alone.
     """
 
+    # max_tool_calls bounds calls of hosted tools, of which there are none.
+    harmless: ClassVar[frozenset[str]] = HARMLESS | {"max_tool_calls"}
     refused: ClassVar[Mapping[str, Elsewhere]] = REFUSED
 
     input: str | list[InputItem]

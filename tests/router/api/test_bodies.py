@@ -199,7 +199,6 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
     (CHAT, content([{"type": "refusal", "refusal": "x"}]), "messages[0].content[0]"),
     (CHAT, content([{"type": "refusal"}], "assistant"), "messages[0].content[0]"),
     (CHAT, content(None), "messages[0].content"),
-    (CHAT, content(None, "assistant"), "messages[0].content"),
     (CHAT, {"messages": [{"role": "user", "refusal": "no"}]}, "messages[0].content"),
     (CHAT, {"messages": [{"role": "function", "content": "x"}]}, "messages[0].name"),
     (CHAT, {"messages": [{"role": "assistant", "function_call": {}}]}, "messages[0].function_call"),
@@ -699,6 +698,56 @@ def test_messages_reach_the_template_as_it_expects_them() -> None:
     variables = {"enable_thinking": False}
     assert call.template == TemplateOptions(variables=variables, effort="none")
     assert call.tools is None
+
+
+CALLED = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("message", "content"),
+    [
+        ({"role": "assistant"}, ""),
+        ({"role": "assistant", "content": None, "tool_calls": []}, ""),
+        ({"role": "assistant", "content": []}, ""),
+        ({"role": "assistant", "content": [], "tool_calls": [CALLED]}, None),
+        ({"role": "tool", "content": None, "tool_call_id": "1"}, ""),
+        ({"role": "tool", "content": [], "tool_call_id": "1"}, ""),
+        ({"role": "function", "content": None, "name": "f"}, ""),
+    ],
+)
+def test_answers_and_results_may_be_empty(message: dict[str, Any], content: str | None) -> None:
+    [found] = call_of(CHAT, messages=[message]).messages or []
+    assert found["content"] == content
+
+
+@pytest.mark.parametrize("role", ["user", "system", "developer"])
+@pytest.mark.parametrize("empty", [None, []])
+def test_others_say_something(role: str, empty: Any) -> None:
+    with pytest.raises(RequestError) as refused:
+        call_of(CHAT, messages=[{"role": role, "content": empty}])
+    assert refused.value.param == "messages[0].content"
+
+
+@pytest.mark.parametrize("arguments", [{"arguments": None}, {}])
+def test_calls_without_arguments(arguments: dict[str, None]) -> None:
+    function = {"name": "f", **arguments}
+    for said in ({"tool_calls": [CALLED | {"function": function}]}, {"function_call": function}):
+        [found] = call_of(CHAT, messages=[{"role": "assistant", **said}]).messages or []
+        assert found["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "input_image", "image_url": "data:image/png;base64,AA", "detail": "auto"},
+        {"type": "image", "image": "data:image/png;base64,AA"},
+        {"type": "image", "url": "data:image/png;base64,AA"},
+    ],
+)
+def test_pictures_have_several_names(part: dict[str, Any]) -> None:
+    picture = {"type": "image_url", "image_url": "data:image/png;base64,AA"}
+    found, expected = (call_of(CHAT, **content([each])).messages for each in (part, picture))
+    assert found == expected
 
 
 def test_calls_of_custom_tools_go_back() -> None:

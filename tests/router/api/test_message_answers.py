@@ -8,7 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.router.api.messages.blocks import MessageEvent, MessageFormatter, MessageObject
+from loraplex.router.api.messages.blocks import (
+    MessageEvent,
+    MessageFormatter,
+    MessageObject,
+    MessageOptions,
+)
 from loraplex.router.call import ChoiceResult, FinishReason, RequestError, TextEvent
 from loraplex.router.parts.parts import CallDelta, ToolCall
 from tests.router.api.answers import HEAD, PROMPT
@@ -25,7 +30,7 @@ def event(text: str = "", finish: FinishReason | None = None, **parts: Any) -> T
 
 
 def whole(found: ChoiceResult) -> Any:
-    data = MessageFormatter(HEAD, None).whole([found], [PROMPT])
+    data = MessageFormatter(HEAD, MessageOptions()).whole([found], [PROMPT])
     msgspec.json.decode(data, type=MessageObject)
     return json.loads(data)
 
@@ -43,7 +48,7 @@ def read(stream: bytes) -> list[Any]:
 
 
 def stream(parts: list[TextEvent]) -> list[Any]:
-    form = MessageFormatter(HEAD, None)
+    form = MessageFormatter(HEAD, MessageOptions())
     return read(form.prompt(PROMPT) + b"".join(map(form.chunk, parts)) + form.end())
 
 
@@ -178,8 +183,21 @@ def test_a_stream_is_the_whole_answer(
     assert gathered(stream(parts)) == whole(found)
 
 
+def test_reasoning_that_shall_not_be_shown() -> None:
+    """It is an empty block, whole and streamed."""
+    options = MessageOptions(shows_thinking=False)
+    found = result("a", reasoning="Hm")
+    answer = json.loads(MessageFormatter(HEAD, options).whole([found], [PROMPT]))
+    form = MessageFormatter(HEAD, options)
+    parts = [event(reasoning="H"), event(reasoning="m"), event("a"), event(finish="eos")]
+    streamed = form.prompt(PROMPT) + b"".join(map(form.chunk, parts)) + form.end()
+    for message in (answer, gathered(read(streamed))):
+        thought = {"type": "thinking", "thinking": "", "signature": ""}
+        assert message["content"] == [thought, {"type": "text", "text": "a"}]
+
+
 def test_failure_within_a_stream() -> None:
-    form = MessageFormatter(HEAD, "mine")
+    form = MessageFormatter(HEAD, MessageOptions("mine"))
     begun = read(form.prompt(PROMPT) + form.chunk(event("Hel")))
     assert begun[0]["message"]["id"] == "msg_mine"
     with pytest.raises(RequestError, match="broke off") as broken:

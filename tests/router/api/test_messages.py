@@ -19,6 +19,7 @@ SAY: Any = [{"role": "user", "content": "Say"}]
 CALL = {"type": "tool_use", "id": "c1", "name": "f", "input": {"a": 1}}
 PLAIN_CALL = {"type": "function", "id": "c1", "function": {"name": "f", "arguments": {"a": 1}}}
 RESULT = {"type": "tool_result", "tool_use_id": "c1", "content": "21"}
+SEARCHED = {"type": "search_result", "source": "https://a.b", "title": "t", "content": []}
 IMAGE = {"type": "image", "source": {"type": "url", "url": "https://a.b/c.png"}}
 
 
@@ -225,6 +226,12 @@ def test_reasoning_with_a_budget() -> None:
     assert (options.thinks, options.thinking_budget) == (None, None)
 
 
+def test_what_changes_nothing_passes() -> None:
+    thinking = {"type": "adaptive", "display": "omitted"}
+    clouds = {"anthropic_version": "vertex-2023-10-16", "anthropic_beta": ["x"]}
+    assert parse(**clouds, user_profile_id="u", thinking=thinking, betas=[]) == parse()
+
+
 def test_form_of_the_text() -> None:
     schema = {"type": "object"}
     call = parse(output_config={"format": {"type": "json_schema", "schema": schema}})
@@ -277,7 +284,12 @@ def test_form_of_the_text() -> None:
             "output_config.effort",
         ),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
-        ({"thinking": {"type": "adaptive", "display": "omitted"}}, "thinking.display"),
+        ({"thinking": {"type": "adaptive", "display": "hidden"}}, "thinking.display"),
+        ({"messages": [said("user", SEARCHED)]}, "messages[0].content[0].type"),
+        (
+            {"messages": [said("user", RESULT | {"content": [SEARCHED]})]},
+            "messages[0].content[0].content[0]",
+        ),
         ({"container": "x"}, "container"),
         ({"thread": {"type": "create"}}, "thread"),
         ({"context_management": {"edits": [1]}}, "context_management"),

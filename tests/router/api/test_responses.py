@@ -568,11 +568,10 @@ LOGPROBS = "message.output_text.logprobs"
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"context_management": [{"type": "compaction"}]}, "context_management"),
-        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "middle"}, "truncation"),
         ({"include": ["everything"]}, "include[0]"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"include": [LOGPROBS], "top_logprobs": 99}, "top_logprobs"),
-        ({"max_tool_calls": 2}, "max_tool_calls"),
         ({"max_tokens": 2}, "max_tokens"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
@@ -615,7 +614,7 @@ LOGPROBS = "message.output_text.logprobs"
         ({"text": {"format": {"type": "json_object"}}, "ignore_eos": True}, "ignore_eos"),
         ({"guided_json": {}}, "guided_json"),
         ({"reasoning": {"effort": "vast"}}, "reasoning.effort"),
-        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+        ({"reasoning": {"summary": "vast"}}, "reasoning.summary"),
         ({"reasoning": {"budget": 3}}, "reasoning.budget"),
     ],
 )
@@ -632,3 +631,14 @@ def test_what_asks_for_nothing_passes() -> None:
     parse(**dict.fromkeys(("store", "include", "tools", "text", "reasoning", "conversation")))
     parse(store=True, include=["reasoning.encrypted_content", "code_interpreter_call.outputs"])
     parse(text={"format": {"type": "text"}}, parallel_tool_calls=False, service_tier="auto")
+    parse(truncation="auto", max_tool_calls=2, reasoning={"summary": "detailed"}, plugins=[])
+    parse(reasoning={"generate_summary": "concise"})
+
+
+def test_items_may_be_empty() -> None:
+    """Of answers that broke off, and of tools that have nothing to say."""
+    items = [{"role": "user", "content": "a"}, CALL, OUTPUT | {"output": []}]
+    items.append({"type": "message", "role": "assistant", "content": []})
+    *_, result, answer = parse(input=items).call.messages or []
+    assert (result["role"], result["content"]) == ("tool", "")
+    assert answer == {"role": "assistant", "content": ""}

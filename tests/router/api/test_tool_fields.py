@@ -42,6 +42,18 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
         ({"tool_choice": "required"}, Tools(BOTH, "required")),
         ({"tool_choice": named("now")}, Tools(BOTH, "required", ("now",), True, False)),
         ({"tool_choice": "now"}, Tools(BOTH, "required", ("now",), True, False)),
+        ({"tool_choice": "any"}, Tools(BOTH, "required")),
+        ({"tool_choice": {"type": "any"}}, Tools(BOTH, "required")),
+        ({"tool_choice": {"type": "auto"}}, Tools(BOTH)),
+        ({"tool_choice": {"type": "none"}}, None),
+        *(
+            ({"tool_choice": choice}, Tools(BOTH, "required", ("now",), True, False))
+            for choice in (
+                {"function": {"name": "now"}},
+                {"type": "tool", "name": "now"},
+                {"type": "function", "name": "now"},
+            )
+        ),
         ({"tool_choice": allowed("auto", "now", "now")}, Tools(BOTH, "auto", ("now",))),
         ({"tool_choice": allowed("required", "weather")}, Tools(BOTH, "required", ("weather",))),
         ({"parallel_tool_calls": True}, Tools(BOTH)),

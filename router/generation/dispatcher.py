@@ -153,7 +153,7 @@ class Dispatcher:
                 tokenised = await self._tokenise(authorised, resolved, observer)
             fleet = read.base.fleet
             admitted = await self._admit(authorised, resolved, tokenised, fleet, charge, held)
-            generation = self._run(
+            generation = await self._run(
                 authorised, resolved, tokenised, admitted, fleet, deadline, observer, held
             )
         slim = msgspec.structs.replace(read.parsed, call=without_pictures(read.parsed.call))
@@ -355,7 +355,7 @@ class Dispatcher:
         self._retries.budget.request()
         return AdmittedRequest(head, room)
 
-    def _run(
+    async def _run(
         self,
         authorised: AuthorisedRequest,
         resolved: ResolvedRequest,
@@ -394,7 +394,11 @@ class Dispatcher:
             observer=observer,
             on_close=held.pop_all().close,
         )
-        generation.start()
+        try:
+            await generation.start()
+        except BaseException:
+            generation.close()
+            raise
         return generation
 
     def _inbox(

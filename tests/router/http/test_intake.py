@@ -4,9 +4,11 @@ import asyncio
 import json
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loraplex.router.generation.sequence import SequenceRun
 from loraplex.router.http.intake import Intake
 from loraplex.server.protocol import GenerateRequest
 from tests.router.fake_worker import BASE_NAME, EOS, FakeWorker, ids_of
@@ -96,3 +98,26 @@ async def test_the_first_reaches_a_worker_before_the_last_begins(
             writer.close()
     assert all(answer.startswith(b"HTTP/1.1 200 ") for answer in answers)
     assert under_way[0] < many / 2
+
+
+async def test_others_have_their_turn_between_the_starts_of_many_sequences(
+    router: Running, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker.script = lambda request: [*ids_of("an answer"), EOS]
+    started, iteration, start = Counter[int](), 0, SequenceRun.start
+
+    def tick() -> None:
+        nonlocal iteration
+        iteration += 1
+        asyncio.get_running_loop().call_soon(tick)
+
+    def counted(run: SequenceRun) -> None:
+        started[iteration] += 1
+        start(run)
+
+    monkeypatch.setattr(SequenceRun, "start", counted)
+    tick()
+    body = {"model": BASE_NAME, "prompt": ["x"] * 25, "n": 8, "max_tokens": 9}
+    answer = await router.client.post("/v1/completions", json=body)
+    assert len(answer.json()["choices"]) == sum(started.values()) == 200
+    assert max(started.values()) <= 16

@@ -107,12 +107,10 @@ class Aliases:
         """Whether what the adapters file means by a name may soon be known."""
         return OwnedName(name, tenant) in self.expected or OwnedName(name) in self.expected
 
-    def usable_by(self, tenant: str) -> list[Registration]:
-        """Registrations in service for callers of a tenant, by name: at most MAX_LISTED."""
+    def names_for(self, tenant: str) -> list[str]:
+        """Names that callers of a tenant may mean, in order: at most MAX_LISTED."""
         keys = [*self._index.keys(""), *(self._index.keys(tenant) if tenant else ())]
-        names = sorted({_owned(key).name for key in islice(keys, MAX_LISTED)})
-        found = (self.find(tenant, name) for name in names)
-        return [one for one in found if one is not None and one.in_service]
+        return sorted({_owned(key).name for key in islice(keys, MAX_LISTED)})
 
     def get(self, name: OwnedName) -> Registration | None:
         """The registration of a name, also one that has been deleted."""
@@ -161,7 +159,13 @@ class Aliases:
 
     def first(self, count: int) -> list[Registration]:
         """So many registrations by name, without the deleted; of very many, some."""
-        return self._found(sorted(map(_owned, islice(self._index.keys(None), count))))
+        return self._found(self.names(count))
+
+    def names(self, count: int, tenant: str | None = None) -> list[OwnedName]:
+        """So many names of registrations, in order; of very many, some. tenant: whose; None =
+        everybody's.
+        """
+        return sorted(map(_owned, islice(self._index.keys(tenant), count)))
 
     def page(
         self, tenant: str | None, search: str, after: str, count: int

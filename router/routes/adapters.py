@@ -59,7 +59,7 @@ from loraplex.router.routes.info import json_response
 from loraplex.router.routes.operator import Endpoint, who
 from loraplex.router.service import Service
 from loraplex.router.shared.store import StoreDown
-from loraplex.router.tenancy.keys import Caller
+from loraplex.router.tenancy.keys import NOBODY, Caller
 from loraplex.router.uploads.receiver import PartReceived
 from loraplex.router.uploads.upload_head import read_head
 
@@ -72,6 +72,7 @@ class AdapterRoutes:
         self._aliases = service.catalog.rules.aliases
         self._rollouts = service.rollouts
         self._service = service
+        self._turns = service.bases.first.turns_of(NOBODY)
         self._body_limits = body_limits
 
     def current(self, endpoint: Endpoint) -> Endpoint:
@@ -89,12 +90,12 @@ class AdapterRoutes:
             return await self._register(request)
         asked = parse_page(request.query_params)
         if asked.is_whole and self._aliases.count <= MAX_LISTED:
-            registrations, more = self._listed(asked.tenant), None
+            registrations, more = await self._listed(asked.tenant), None
         else:
             registrations, more = self._aliases.page(*asked)
         tiers = await self._admin.workers.tiers(h for r in registrations for h in r.held)
         problems = self._service.declarations.problems
-        shown = [self._object(r, tiers) for r in registrations]
+        shown = await self._turns.listed(registrations, lambda r: self._object(r, tiers))
         return json_response(AdapterList(shown, problems, more or UNSET))
 
     async def one(self, request: Request) -> Response:
@@ -200,7 +201,7 @@ class AdapterRoutes:
     async def load_sglang(self, request: Request) -> Response:
         body, _ = decode_body(await read_json_body(request, self._body_limits), SglangLoadBody)
         loaded = await self._load(request, body, pin=body.pinned)
-        return json_response(self._loaded(loaded.tenant))
+        return json_response(await self._loaded(loaded.tenant))
 
     async def unload_lora(self, request: Request) -> Response:
         """Unloads an adapter, as vLLM's route does: at once, while requests still run on it."""
@@ -210,13 +211,13 @@ class AdapterRoutes:
 
     async def unload_sglang(self, request: Request) -> Response:
         name = await self._unload_named(request)
-        return json_response(self._loaded(name.tenant))
+        return json_response(await self._loaded(name.tenant))
 
     async def of_sagemaker(self, request: Request) -> Response:
         if request.method == "GET":
             shown: list[dict[str, str | bool]] = [
                 {"name": r.name, "src": format_ref(r.ref), "pin": r.pinned}
-                for r in self._listed(parse_tenant(request.query_params))
+                for r in await self._listed(parse_tenant(request.query_params))
             ]
             return json_response(SagemakerAdapters(shown))
         body, _ = decode_body(await read_json_body(request, self._body_limits), SagemakerBody)
@@ -234,9 +235,11 @@ class AdapterRoutes:
         await self._remove(name, DEFAULT_WAIT_S)
         return PlainTextResponse(f"Adapter {name.name} unregistered")
 
-    def _listed(self, tenant: str | None) -> list[Registration]:
+    async def _listed(self, tenant: str | None) -> list[Registration]:
         """Lists a tenant's registrations; None = everybody's."""
-        return [one for one in self._aliases.first(MAX_LISTED) if tenant in (None, one.tenant)]
+        names = self._aliases.names(MAX_LISTED, tenant)
+        found = await self._turns.listed(names, self._aliases.get)
+        return [one for one in found if one.state != "deleted"]
 
     async def _load(
         self,
@@ -266,10 +269,9 @@ class AdapterRoutes:
         await self._admin.unload(name, wait_s)
         await self._admin.delete(name)
 
-    def _loaded(self, tenant: str) -> LoadedAdapters:
+    async def _loaded(self, tenant: str) -> LoadedAdapters:
         """Lists names of the tenant's that are served, and what they mean."""
-        registrations, _ = self._aliases.page(tenant, "", "", MAX_LISTED)
-        own = [one for one in registrations if one.in_service]
+        own = [one for one in await self._listed(tenant) if one.in_service]
         return LoadedAdapters({one.name: format_ref(one.ref) for one in own})
 
     async def _register(self, request: Request) -> Response:

@@ -1,7 +1,9 @@
 """Routes about the router: health, models, info, version, metrics, the fleet, SGLang's."""
 
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from operator import attrgetter
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -33,11 +35,12 @@ from loraplex.router.operations.fleet_watch import Changes, FleetWatch, next_loo
 from loraplex.router.routes.operator import AdminGate
 from loraplex.router.service import Service
 from loraplex.router.tenancy.keys import Caller
-from loraplex.router.tenancy.scope import opens
 from loraplex.router.version import VERSION
 from loraplex.router.workers.base_model import BaseModel
 
 _RETRY = {"retry-after": "2"}
+T = TypeVar("T")
+
 _NO_STORE = {"cache-control": "no-store"}
 
 
@@ -137,7 +140,8 @@ class InfoRoutes:
             if self._meant(name, caller) is base
         ]
         shows_paths = self._gate.opens(request.headers)
-        adapters = [self._adapter_object(one, shows_paths) for one in self._good(caller)]
+        show = partial(self._adapter_object, shows_paths=shows_paths)
+        adapters = await self._good(caller, show)
         return json_response(ModelList([*bases, *adapters]))
 
     async def model(self, request: Request) -> Response:
@@ -173,13 +177,16 @@ class InfoRoutes:
         base = self._service.bases.named(name)
         return base if base is not None and caller.may_use(base.names) else None
 
-    def _adapters(self, caller: Caller) -> list[Registration]:
-        """Lists registered adapters that the caller may use."""
-        adapters = self._service.catalog.rules.aliases.usable_by(caller.tenant)
-        return [one for one in adapters if opens(caller, one.name, one.base)]
+    async def _good(self, caller: Caller, show: Callable[[Registration], T]) -> list[T]:
+        """Shows registered adapters that serve the caller, by name. Raises RequestError."""
+        rules = self._service.catalog.rules
 
-    def _good(self, caller: Caller) -> list[Registration]:
-        return [one for one in self._adapters(caller) if not one.is_broken]
+        def shown(name: str) -> T | None:
+            one = rules.usable(name, caller)
+            return None if one is None or one.is_broken else show(one)
+
+        turns = self._service.bases.first.turns_of(caller)
+        return await turns.listed(rules.aliases.names_for(caller.tenant), shown)
 
     def _adapter_object(self, adapter: Registration, shows_paths: bool) -> ModelObject:
         """Describes an adapter in a list of models. shows_paths: where a folder or bucket lies is
@@ -199,9 +206,10 @@ class InfoRoutes:
     async def _names_for_anyone(self, request: Request) -> list[str]:
         """Names of adapters for a caller: none without a good key, who sees the limits alone."""
         try:
-            return [one.name for one in self._good(await self._caller(request))]
+            caller = await self._caller(request)
         except RequestError:
             return []
+        return await self._good(caller, attrgetter("name"))
 
 
 def _base_object(base: BaseModel, name: str) -> ModelObject:

@@ -7,7 +7,7 @@ chat templates, trials of grammars. So do fetches of images, which take time and
 import asyncio
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from itertools import islice
@@ -21,7 +21,7 @@ from loraplex.adapters.common.turns import LineFull, Room
 from loraplex.router.call import RequestError
 
 # images: all that one request has fetched. image: one fetch.
-Kind = Literal["text", "body", "template", "grammar", "images", "image"]
+Kind = Literal["text", "body", "list", "template", "grammar", "images", "image"]
 
 # Encoding runs at a few MB/s, and a thread costs a tenth of a millisecond. Many requests may begin
 # together, and each stops the event loop for as long as its short work takes.
@@ -41,6 +41,7 @@ ROOMS: dict[str, Room] = {
     "text": Room(2 << 20, 3 << 19, sys.maxsize),
     # Nothing is gained by two at once: Python reads JSON and base64 without giving way.
     "body": Room(1, 1, sys.maxsize),
+    "list": Room(1, 1, _MAX_LINE),
     "template": Room(PROCESSES, PROCESSES - 1, _MAX_LINE),
     "grammar": Room(PROCESSES, PROCESSES - 1, _MAX_LINE),
     "images": Room(_FETCHING, _FETCHING * 3 // 4, _MAX_LINE),
@@ -50,10 +51,13 @@ _RETRY_S = 1.0
 # JSON is read so many times as fast as text is encoded, and a value as so many characters of text.
 _PARSING = 8
 _ITEM_SIZE = 4
+# Of a list with thousands of items, each of which takes some 50 µs.
+_LISTED_AT_ONCE = 32
 # Between pieces of JSON. Python takes the interpreter from a thread that asks for it on and on only
 # every 5 ms, and the event loop asks several times for each request.
 _PAUSE_S = 0.0002
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 PIECE_BYTES = 64 << 10
@@ -199,6 +203,19 @@ class CallersTurns:
         job.add_done_callback(done)
         # Nobody stops a thread: it uses its room until it ends, though its caller has left.
         return await asyncio.shield(job)
+
+    async def listed(self, items: Iterable[S], make: Callable[[S], T | None]) -> list[T]:
+        """Lists what is made of each item, without None. One list at a time is made of all
+        callers', and between a few items other requests have their turn. Raises as `run`."""
+        made: list[T] = []
+        async with self.take("list"):
+            for number, item in enumerate(items, 1):
+                one = make(item)
+                if one is not None:
+                    made.append(one)
+                if number % _LISTED_AT_ONCE == 0:
+                    await asyncio.sleep(0)
+        return made
 
     @asynccontextmanager
     async def take(self, kind: Kind) -> AsyncIterator[None]:

@@ -54,7 +54,8 @@ async def test_what_one_writes_the_others_and_a_restarted_one_have(store: Store)
         assert aliases.pinned() == [wanted]
     await two.write(msgspec.structs.replace(wanted, state="unloaded"))
     await one.refresh()
-    assert one.usable_by("") == []
+    assert one.names_for("") == ["one"]
+    assert not one.in_service
 
 
 async def test_of_two_writers_the_second_gets_an_error(store: Store) -> None:

@@ -50,6 +50,11 @@ def digest_of(name: str, tenant: str = "") -> str:
     return owned(name, tenant).digest or ""
 
 
+def in_service_for(aliases: Aliases, tenant: str) -> list[Registration]:
+    found = (aliases.find(tenant, name) for name in aliases.names_for(tenant))
+    return [one for one in found if one is not None and one.in_service]
+
+
 # One caller's name
 
 
@@ -89,7 +94,7 @@ async def test_a_tenants_own_name_comes_before_the_fleets(
     assert found == (None if expected is None else wanted[expected])
     assert aliases.find("", "sql") == wanted["fleet"], "who has no tenant"
     in_service = found is not None and found.in_service
-    assert [one.name for one in aliases.usable_by("acme")] == ["sql"] * in_service
+    assert [one.name for one in in_service_for(aliases, "acme")] == ["sql"] * in_service
 
 
 @pytest.mark.parametrize(
@@ -247,7 +252,7 @@ class Asked:
         chosen = [partial(_chosen, word, caller, limits) for word in words]
         told = [await _told(catalog, caller, make) for make in chosen]
         told.append(await _told(catalog, caller, lambda: _merged([make() for make in chosen])))
-        return [*told, *(f"lists {one.name}" for one in aliases.usable_by(caller.tenant))]
+        return [*told, *(f"lists {one.name}" for one in in_service_for(aliases, caller.tenant))]
 
     async def _aliases(self) -> Aliases:
         declared = [one for one in self._table if one.origin != "api"]

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections import Counter
 
 import pytest
 
@@ -92,6 +93,30 @@ async def test_bodies_of_many_values_are_read_apart_and_one_at_a_time() -> None:
     await begins(other)
     other.let_go.set()
     assert threading.get_ident() not in await asyncio.gather(*asking)
+
+
+async def test_lists_are_made_one_at_a_time_and_others_have_their_turn_meanwhile() -> None:
+    lists, turns, made = TurnTaking(), 0, list[tuple[str, int]]()
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def listed(tenant: str) -> list[int]:
+        def make(number: int) -> int | None:
+            made.append((tenant, turns))
+            return number if number % 2 else None
+
+        return await lists.of(tenant).listed(range(320), make)
+
+    beside = asyncio.create_task(others())
+    one, other = await asyncio.gather(listed("a"), listed("b"))
+    assert one == other == [*range(1, 320, 2)]
+    beside.cancel()
+    assert [tenant for tenant, _ in made] == ["a"] * 320 + ["b"] * 320
+    assert max(Counter(turn for _, turn in made).values()) <= 32
 
 
 async def test_who_leaves_while_it_waits_holds_nobody_up() -> None:

@@ -12,11 +12,13 @@ from functools import partial
 from itertools import accumulate
 from urllib.parse import quote
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from loraplex.router.api.lorax.generated import Timings, count_headers, head_headers
 from loraplex.router.api.request.formatter import Formatter
+from loraplex.router.api.sglang.generate import joined
 from loraplex.router.call import (
     DIGEST_HEADER,
     SCALE_HEADER,
@@ -46,6 +48,8 @@ _SESSION_HEADER = "x-session-id"
 # Of a vector's number in JSON.
 _NUMBER_CHARS = 20
 
+PartsOf = Callable[[bytes], Sequence[bytes]]
+
 logger = logging.getLogger(__name__)
 
 
@@ -59,17 +63,45 @@ class Answerer:
     metrics: RouterMetrics
     errors: CallerErrors
 
-    async def answer(self, request: Request, parse: Parse) -> Response:
-        """Answers for text or vectors. Raises RequestError before the first byte; ClientGone."""
+    async def answer(
+        self, request: Request, parse: Parse, parts_of: PartsOf | None = None
+    ) -> Response:
+        """Answers for text or vectors. parts_of: bodies that are answered each by itself, and as
+        one list; none = the body is one. Raises RequestError before the first byte; ClientGone."""
         caller = await self.tenancy.identify(request.headers.get("authorization"))
         body = await read_json_body(request, self.body_limits)
         session = request.headers.get(_SESSION_HEADER, "")
         arrived = ArrivedRequest(
             request.state.request_id, caller, body, parse, self.bearer(request), session
         )
-        answering = self._answer(request, arrived)
-        del body, arrived  # a body may be large, and an answer long
+        parts = [] if parts_of is None else parts_of(body)
+        answering = self._each(request, arrived, parts) if parts else self._answer(request, arrived)
+        del body, arrived, parts  # a body may be large, and an answer long
         return await until_disconnect(request, answering)
+
+    async def _each(
+        self, request: Request, arrived: ArrivedRequest, parts: Sequence[bytes]
+    ) -> Response:
+        """Answers parts of a request at once. The first that fails ends all."""
+        tasks = [
+            asyncio.create_task(
+                self._answer(
+                    request,
+                    msgspec.structs.replace(
+                        arrived, request_id=f"{arrived.request_id}_{i}", body=part
+                    ),
+                )
+            )
+            for i, part in enumerate(parts)
+        ]
+        try:
+            answers = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        wholes = (answer.whole for answer in answers if isinstance(answer, LongAnswer))
+        return LongAnswer([joined(wholes)])
 
     async def _answer(self, request: Request, arrived: ArrivedRequest) -> Response:
         charge = self.tenancy.metering.charge(arrived.caller, arrived.request_id)

@@ -20,6 +20,7 @@ from loraplex.router.api.sglang import generate as sglang
 from loraplex.router.api.sglang import lmdeploy
 from loraplex.router.api.vectors import classify, cohere, embed, embeddings, rerank, score
 from loraplex.router.api.vllm import tokens
+from loraplex.router.generation.answerer import PartsOf
 from loraplex.router.generation.way_in import Parse
 from loraplex.router.http.sse import takes_events
 from loraplex.router.operations.compat_metrics import kv_usage, waiting
@@ -37,7 +38,7 @@ class GenerateRoutes:
     def __init__(self, service: Service, info: InfoRoutes) -> None:
         self._service = service
         self._info = info
-        self.generate = self._plain(_generate, _dialect_of_generate)
+        self.generate = self._plain(_generate, _dialect_of_generate, sglang.parts_of)
         self.generate_stream = self._fixed(partial(lorax.parse, route="/generate_stream"))
         self.completions = self._with_load(self._fixed(completions.parse))
         self.chat = self._with_load(self._fixed(chat.parse))
@@ -84,8 +85,14 @@ class GenerateRoutes:
 
         return endpoint
 
-    def _plain(self, parse: PlainParse, dialect_of: DialectOf | None = None) -> Endpoint:
-        """An endpoint for decoded JSON. dialect_of: of a body; None = the route's own."""
+    def _plain(
+        self,
+        parse: PlainParse,
+        dialect_of: DialectOf | None = None,
+        parts_of: PartsOf | None = None,
+    ) -> Endpoint:
+        """An endpoint for decoded JSON. dialect_of: of a body; None = the route's own. parts_of: as
+        of `Answerer.answer`."""
 
         async def endpoint(request: Request) -> Response:
             def read(body: bytes, limits: ApiLimits, bearer: str | None) -> ApiRequest:
@@ -94,7 +101,7 @@ class GenerateRoutes:
                     request.state.dialect = dialect_of(plain)
                 return parse(plain, limits, bearer)
 
-            return await self._answer(request, read)
+            return await answered(self._service, request, read, parts_of)
 
         return endpoint
 
@@ -113,11 +120,13 @@ class GenerateRoutes:
         return await answered(self._service, request, parse)
 
 
-async def answered(service: Service, request: Request, parse: Parse) -> Response:
+async def answered(
+    service: Service, request: Request, parse: Parse, parts_of: PartsOf | None = None
+) -> Response:
     """Answers once for each idempotency key."""
 
     async def run(unread: Request) -> Response:
-        return await service.answerer.answer(unread, parse)
+        return await service.answerer.answer(unread, parse, parts_of)
 
     return await service.idempotency.answer(request, run)
 

@@ -62,6 +62,26 @@ def test_a_run_of_the_benchmark(http: httpx.Client, lora_path: str | None, strea
     assert server["internal_states"][0].get("avg_spec_accept_length") is None
 
 
+def test_each_prompt_has_its_adapter(http: httpx.Client) -> None:
+    """As SGLang's guide to LoRA asks: the answers are those of requests of their own."""
+    sampling = [{"temperature": 0, "max_new_tokens": most} for most in (9, 5, 7)]
+    paths = ["json", None, "pirate"]
+    both = {"lora_path": paths, "sampling_params": sampling, "return_logprob": True, "rid": "r"}
+    answer = http.post("/generate", json={"text": [PROMPT] * 3, **both})
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    assert [one["meta_info"]["id"] for one in found] == ["r_0", "r_1", "r_2"]
+    for one, path, drawn in zip(found, paths, sampling, strict=True):
+        body = {"text": PROMPT, "lora_path": path, "sampling_params": drawn}
+        alone = http.post("/generate", json={**body, "return_logprob": True}).json()
+        assert (one["text"], one["output_ids"]) == (alone["text"], alone["output_ids"])
+        assert one["meta_info"]["output_token_logprobs"]
+    wrong = {"text": [PROMPT] * 2, "lora_path": ["json", "no-such-adapter"]}
+    answer = http.post("/generate", json=wrong)
+    assert answer.status_code == 404
+    assert "no-such-adapter" in answer.json()["error"]["message"]
+
+
 def test_scores_are_those_of_completions(http: httpx.Client) -> None:
     asked = {"model": "json", "prompt": PROMPT, "max_tokens": 5, "temperature": 0}
     scored = http.post("/v1/completions", json={**asked, "logprobs": 2, "echo": True}).json()

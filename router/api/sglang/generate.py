@@ -1,6 +1,7 @@
 """SGLang's shape of `/generate`: a body becomes that of a completion; answers. Pure."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
 import msgspec
@@ -340,7 +341,7 @@ class SglangBody(Body, frozen=True, kw_only=True):
     """Body of a request to SGLang's `/generate`. text, input_ids: one of both; a list of texts, or
     of lists of ids, is several prompts.
 
-    Of a list of values for several prompts, all are the same: one adapter and one way to draw.
+    Lists of values for several prompts are alike: `parts_of` parts a request whose are not.
     logprob_start_len: of the prompt's tokens, the first with a logprob. token_ids_logprob: tokens
     whose logprobs are wanted at each place, or a list of them for each prompt.
     routed_experts_start_len: the first token whose experts are reported. image_data: URLs of images
@@ -416,6 +417,49 @@ def parse(plain: dict[str, Any], limits: ApiLimits, bearer: str | None) -> ApiRe
     scored_too = msgspec.structs.replace(call.sampling, **wanted)
     call = msgspec.structs.replace(call, sampling=scored_too)
     return ApiRequest(call, SglangFormatter, options)
+
+
+def parts_of(body: bytes) -> list[bytes]:
+    """Parts a body whose prompts differ in adapter or in how they are drawn: one body for each
+    prompt. Empty = all are alike, or there is a stream. Raises RequestError.
+    """
+    if _HAS_LISTS.search(body) is None:
+        return []
+    plain = decode_plain(body)
+    field = "text" if plain.get("text") else "input_ids"
+    prompts = plain.get(field)
+    count = (_num_prompts(prompts) or 0) if isinstance(prompts, list) else 0
+    lists = {name: given for name, given in plain.items() if isinstance(given, list)}
+    if _is_flat(lists.get("token_ids_logprob", [])):
+        lists.pop("token_ids_logprob", None)
+    each = {name for name in _OF_EACH & lists.keys() if len(lists[name]) == count}
+    differ = any(one != lists[name][0] for name in each for one in lists[name])
+    if plain.get("stream") or not differ or count > ApiLimits().max_prompts:
+        return []
+    parts = [plain | {name: lists[name][i] for name in (*each, field)} for i in range(count)]
+    for i, part in enumerate(parts):
+        if isinstance(plain.get("rid"), str):
+            part["rid"] = f"{plain['rid']}_{i}"
+    return [encode(part) for part in parts]
+
+
+def _is_flat(given: list[Any]) -> bool:
+    return not any(isinstance(one, list) for one in given)
+
+
+def joined(answers: Iterable[bytes]) -> bytes:
+    """Joins answers to parts as one list."""
+    return (
+        b"[" + b",".join(answer.removeprefix(b"[").removesuffix(b"]") for answer in answers) + b"]"
+    )
+
+
+# Fields that may have a value for each prompt.
+_OF_EACH = frozenset(
+    ("lora_path", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num")
+    + ("token_ids_logprob", "image_data", "rid")
+)
+_HAS_LISTS = re.compile(rb'"(?:lora_path|sampling_params)"\s*:\s*\[')
 
 
 def _pictures(

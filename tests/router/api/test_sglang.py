@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from loraplex.router.api.about import FleetState, served_model, served_settings
 from loraplex.router.api.request.formatter import ApiLimits, Formatter
-from loraplex.router.api.sglang.generate import is_native, parse
+from loraplex.router.api.sglang.generate import is_native, parse, parts_of
 from loraplex.router.api.vllm.control import vllm_config
 from loraplex.router.call import AdapterChoice, GenerationCall, RequestError, TopToken
 from loraplex.router.shape.shape import JsonSchema, Regex
@@ -159,10 +159,50 @@ def test_prompts(body: dict[str, Any], prompts: Any) -> None:
 
 def test_lists_of_one_value() -> None:
     both = {"text": ["a", "b"], "lora_path": ["json", "json"], "return_logprob": [True, True]}
+    assert parts_of(json.dumps(both).encode()) == []
     call = call_of(**both, sampling_params=[{"top_k": 3}, {"top_k": 3}])
     assert isinstance(call.adapter, AdapterChoice)
     assert (call.adapter.adapter_id, call.sampling.top_k, call.sampling.logprobs) == ("json", 3, 0)
     assert call_of(text=["a", "b"], lora_path=[None, None]).adapter is None
+
+
+PATHS, DRAWN = ["json", None], [{"top_k": 3}, {"top_k": 4}]
+
+
+@pytest.mark.parametrize(
+    ("body", "parts"),
+    [
+        (
+            {"text": ["a", "b"], "lora_path": PATHS, "rid": "r", "token_ids_logprob": [7, 5]},
+            [
+                {"text": "a", "lora_path": "json", "rid": "r_0", "token_ids_logprob": [7, 5]},
+                {"text": "b", "lora_path": None, "rid": "r_1", "token_ids_logprob": [7, 5]},
+            ],
+        ),
+        (
+            {"input_ids": [[1], [2, 3]], "sampling_params": DRAWN, "rid": ["x", "y"]},
+            [
+                {"input_ids": [1], "sampling_params": {"top_k": 3}, "rid": "x"},
+                {"input_ids": [2, 3], "sampling_params": {"top_k": 4}, "rid": "y"},
+            ],
+        ),
+        (
+            {"text": ["a", "b"], "lora_path": PATHS, "token_ids_logprob": [[7], [5]]},
+            [
+                {"text": "a", "lora_path": "json", "token_ids_logprob": [7]},
+                {"text": "b", "lora_path": None, "token_ids_logprob": [5]},
+            ],
+        ),
+        ({"text": ["a", "b"], "lora_path": PATHS, "stream": True}, []),
+        ({"text": ["a", "b"], "lora_path": ["json", None, None]}, []),
+        ({"input_ids": [1, 2], "lora_path": PATHS}, []),
+        ({"text": "ab", "lora_path": PATHS}, []),
+        ({"inputs": "a", "lora_path": PATHS}, []),
+        ({"text": ["a"] * 257, "lora_path": ["json", *[None] * 256]}, []),
+    ],
+)
+def test_prompts_that_differ_are_parted(body: dict[str, Any], parts: list[Any]) -> None:
+    assert [json.loads(part) for part in parts_of(json.dumps(body).encode())] == parts
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import closing
@@ -12,6 +13,8 @@ from typing import Literal
 
 import msgspec
 
+from loraplex.adapters.common.awaited_turns import AwaitedTurns
+from loraplex.adapters.common.turns import Room
 from loraplex.router.api.files_and_batches import FileObject
 from loraplex.router.batches.folder import BatchFolder
 from loraplex.router.batches.inside import InsideAnswer
@@ -58,7 +61,8 @@ class BatchParts:
     """Parts that all runs of a router share.
 
     voucher: the header with which a line speaks for its batch's key. room_of: what a tenant may
-    store. gates: of batches that have lines to run.
+    store. gates: of batches that have lines to run. reading: turns to read an input through, since
+    threads that did so side by side would keep the interpreter from the event loop.
     """
 
     folder: BatchFolder
@@ -70,6 +74,9 @@ class BatchParts:
     voucher: Callable[[str, str], str]
     room_of: Callable[[str], StorageLimits]
     gates: set[Gate] = field(default_factory=set)
+    reading: AwaitedTurns = field(
+        default_factory=lambda: AwaitedTurns({"input": Room(1, 1, sys.maxsize)})
+    )
 
     def wake_all(self) -> None:
         """Lets every batch look for room again."""
@@ -115,7 +122,14 @@ class BatchRun:
             await self._finalize(self.state.end)
             return
         try:
-            with closing(await off_loop(self._read_input)) as source:
+            turn = await self._parts.reading.enter("input", 1, self.state.tenant, is_batch=True)
+            try:
+                if self._stop == "left":
+                    return
+                source = await off_loop(self._read_input)
+            finally:
+                self._parts.reading.leave(turn)
+            with closing(source):
                 await self._run_lines(source)
         except _UnusableInputError as error:
             self.state = self.state.failing(error.code, str(error), "input_file_id")

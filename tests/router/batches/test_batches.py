@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from loraplex.router.batches.folder import BatchFolder
+from loraplex.router.batches.run import BatchRun
 from loraplex.router.batches.state import BatchState
+from loraplex.router.lines.index import BatchInput
 from loraplex.router.policy.batch_limits import BatchLimits
 from loraplex.server.protocol import ErrorCode, GenerateRequest
 from tests.router.batches.running_batches import ROUTE, BatchUser, Held, line, until
@@ -51,6 +53,26 @@ async def test_the_event_loop_waits_for_no_disk(
     assert (await user.until_over(made["id"]))["status"] == "completed"
     assert synced
     assert threading.get_ident() not in synced
+
+
+async def test_inputs_are_read_through_one_at_a_time(
+    user: BatchUser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on, read = list[str](), threading.Event(), BatchRun._read_input
+
+    def held(run: BatchRun) -> BatchInput:
+        begun.append(run.state.id)
+        assert go_on.wait(240)
+        return read(run)
+
+    monkeypatch.setattr(BatchRun, "_read_input", held)
+    made = [(await user.start([line("one", "alpha")]))["id"] for _ in range(4)]
+    await until(lambda: bool(begun))
+    assert len(begun) == 1
+    go_on.set()
+    for one in made:
+        assert (await user.until_over(one))["status"] == "completed"
+    assert sorted(begun) == sorted(made)
 
 
 async def test_every_line_is_answered_adapter_by_adapter(

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from loraplex.adapters.classes import SCORE
+from loraplex.adapters.classes import SCORE, SCORE_BIAS
 from loraplex.adapters.sharding import (
     UNGROUPED,
     WHOLE,
@@ -333,8 +333,9 @@ class BaseSpec(msgspec.Struct, frozen=True):
 
     def score_head(self, *, of_tokens: bool) -> ScoreParts:
         """The score head that an adapter may have; without one for tokens, the usual one."""
-        usual = ScoreParts(((SCORE, (0, self.hidden_size)),))
-        heads = self.score_heads or (usual,)
+        usual = ((SCORE, (0, self.hidden_size)),)
+        of_each = ScoreParts((*usual, (SCORE_BIAS, (0,))), of_tokens=True)
+        heads = self.score_heads or (ScoreParts(usual), of_each)
         return next((head for head in heads if head.of_tokens is of_tokens), heads[0])
 
     def table_width(self, name: str) -> int:

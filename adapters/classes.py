@@ -13,6 +13,7 @@ HEAD_OF_CLASSES = "score"
 # Modules that are, or hold, the score head of an encoder.
 HEADS_OF_ENCODERS = ("classifier", "pre_classifier", "pooler", "head")
 SCORE = f"{HEAD_OF_CLASSES}.weight"
+SCORE_BIAS = f"{HEAD_OF_CLASSES}.bias"
 MOST_LABELS = 4096
 # Of a head that gives each token scores: those of a step travel at once.
 MOST_TOKEN_LABELS = 256

@@ -30,6 +30,8 @@ _LARGEST_BIAS = 1e6
 MAX_PROMPT_LOGPROBS = 400_000
 # The experts of a prompt travel in one event, too, perhaps with its logprobs.
 MAX_ROUTED_BYTES = 8 << 20
+# So do the scores of a text's tokens, of up to 256 labels each.
+MAX_SCORED_TOKENS = 15 << 10
 _INT32_MAX = 2**31 - 1
 
 
@@ -182,9 +184,12 @@ def _bad_vector(request: GenerateRequest, limits: ExecutorLimits) -> str | None:
     sampling = request.sampling
     if sampling.max_tokens or request.accepted_ids or sampling.prompt_logprobs is not None:
         return "vector: expected max_tokens 0, and neither accepted_ids nor prompt_logprobs"
-    problem = _bad_pooling(vector, limits) or _bad_parts(vector, len(request.prompt_ids))
+    prompt_len = len(request.prompt_ids)
+    problem = _bad_pooling(vector, limits) or _bad_parts(vector, prompt_len)
     if problem is not None:
         return problem
+    if vector.pooling == "all" and prompt_len > MAX_SCORED_TOKENS:
+        return f"vector: at most {MAX_SCORED_TOKENS} tokens of a text have scores, got {prompt_len}"
     if vector.kind == "scores" and not limits.num_classes and request.adapter is None:
         return "vector: the model has no score head"
     return None
@@ -249,7 +254,7 @@ def _bad_parts(vector: VectorParams, prompt_len: int) -> str | None:
 def _bad_pooling(vector: VectorParams, limits: ExecutorLimits) -> str | None:
     if vector.pooling == "all" and vector.kind != "scores":
         return f"vector: each token has scores, not {vector.kind}"
-    if not limits.is_causal or vector.pooling == "last":
+    if not limits.is_causal or vector.pooling in ("last", "all"):
         return None
     if vector.pooling != "mean":
         return f"vector: {vector.pooling} needs tokens that see all others"

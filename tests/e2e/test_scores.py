@@ -15,7 +15,11 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
 from tests.e2e.serving import ROOT, Serving, running_folder
 from tests.e2e.test_clients import CLIENTS_PYTHON
@@ -45,7 +49,8 @@ ON_WRITER: dict[str, Sequence[str]] = {
     "fit": ("LABEL_0",),
 }
 ON_CLASSIFIER: dict[str, Sequence[str]] = {"own": LABELS, "renamed": ("yes", "no", "none")}
-NAMED = ("moods", "renamed")
+NAMED = ("moods", "renamed", "tags")
+TAGS = ("O", "B-word", "I-word")
 
 
 class Classes(NamedTuple):
@@ -62,17 +67,20 @@ class Classes(NamedTuple):
 
 
 def adapters(classes: Classes) -> dict[str, Sequence[str]]:
-    return ON_WRITER if (classes.folder / "moods").exists() else ON_CLASSIFIER
+    on_writer = (classes.folder / "moods").exists()
+    return ON_WRITER | {"tags": TAGS} if on_writer else ON_CLASSIFIER
 
 
 def load(folder: Path, labels: Sequence[str]) -> Any:
     make: Any = AutoModelForSequenceClassification
+    make = AutoModelForTokenClassification if labels == TAGS else make
     return make.from_pretrained(folder / "base", num_labels=len(labels), dtype="float32")
 
 
 def save_head(folder: Path, name: str, labels: Sequence[str], seed: int) -> None:
     torch.manual_seed(seed)
-    lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="SEQ_CLS")
+    task = "TOKEN_CLS" if labels == TAGS else "SEQ_CLS"
+    lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type=task)
     made = add_adapter(load(folder, labels), name, lora, seed)
     with torch.no_grad():
         for parameter_name, parameter in made.named_parameters():
@@ -97,7 +105,8 @@ def writer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Classes]:
     save_writer(folder)
     for seed, (name, labels) in enumerate(ON_WRITER.items()):
         save_head(folder, name, labels, seed)
-    yield from served(folder, [*ON_WRITER, "one"], *RERANKING)
+    save_head(folder, "tags", TAGS, 9)
+    yield from served(folder, [*ON_WRITER, "one", "tags"], *RERANKING)
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +168,19 @@ def assert_classes(classes: Classes, name: str, answers: tuple[Any, Any]) -> Non
         assert np.abs(np.array(one["probs"]) - wanted).max() < TOLERANCE, (name, text)
         assert one["label"] == labels[int(wanted.argmax())]
     assert sorted(one["label"] for one in lorax) == sorted(labels)
+
+
+def test_classes_of_tokens_on_a_model_for_text(writer: Classes) -> None:
+    """In vLLM's shape numbers of each token, also over several steps; in LoRAX's entities."""
+    assert tokens(writer.folder, TEXTS[1]).numel() > 64
+    body = post(writer, "/classify", model="tags", input=TEXTS)
+    for text, one in zip(TEXTS, body["data"], strict=True):
+        wanted = scores(writer, "tags", tokens(writer.folder, text)).softmax(-1).numpy()
+        assert np.abs(np.array(one["probs"]) - wanted).max() < TOLERANCE
+        assert one["label"] == [TAGS[i] for i in wanted.argmax(-1)]
+    found = post(writer, "/classify", inputs=TEXTS[1], parameters={"adapter_id": "tags"})
+    assert {one["entity_group"] for one in found} == {"word"}
+    assert all(TEXTS[1][one["start"] : one["end"]] == one["word"] for one in found)
 
 
 def test_on_a_model_for_text(writer: Classes) -> None:

@@ -228,8 +228,8 @@ class Sequence:
         and no experts.
         """
         vector = self.request.vector
-        is_mean = vector is not None and vector.pooling == "mean"
-        return self.needs_prompt_logprobs or is_mean or self.request.routed_experts
+        of_all = vector is not None and vector.pooling in ("mean", "all")
+        return self.needs_prompt_logprobs or of_all or self.request.routed_experts
 
     def note_routed(self, start: int, chosen: bytes, form: RoutingForm) -> None:
         """Keep the experts of tokens from `start` on for the next event. Those of tokens that are

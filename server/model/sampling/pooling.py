@@ -53,6 +53,12 @@ class PooledSlice:
         return self.vector.kind == "hidden" and self.vector.pooling == "mean"
 
     @property
+    def is_read(self) -> bool:
+        """Whether its hidden states are read as they are, and not for a mean."""
+        of_each = self.vector.pooling == "all"
+        return not self.is_mean and (of_each or self.prompt_len is not None)
+
+    @property
     def head(self) -> tuple[int, bool]:
         """The slot whose head gives its scores, and whether each token has some."""
         return self.piece.adapter_slot, self.vector.pooling == "all"
@@ -81,8 +87,8 @@ def pooled_slices(step: Step, prompt_len: np.ndarray) -> list[PooledSlice]:
 
 
 class Pooler:
-    """Pools vectors of all rows. A mean over a row's prompt begins with the prompt's
-    first token. All other vectors are made of the slice that ends the prompt.
+    """Pools vectors of all rows. A mean over a row's prompt, and scores of its tokens, begin with
+    the prompt's first token. All other vectors are made of the slice that ends the prompt.
     """
 
     def __init__(
@@ -94,13 +100,15 @@ class Pooler:
         """Pool by these. vectors_of: as `ScoreHeads.vectors`."""
         self._scores_of, self._vectors_of = scores_of, vectors_of
         self._device = device
-        self._sums: dict[int, torch.Tensor] = {}  # of rows whose prompt has more slices to come
+        # Of rows whose prompt has more slices to come: sums, and scores of tokens.
+        self._sums: dict[int, torch.Tensor] = {}
+        self._scores: dict[int, list[torch.Tensor]] = {}
 
     def pool(
         self, slices: Sequence[PooledSlice], hidden_of: HiddenOf, logits_of: LogitsOf
     ) -> tuple[HostVectors, ...]:
         found = list(self._means([s for s in slices if s.is_mean], hidden_of))
-        ended = [s for s in slices if s.prompt_len is not None and not s.is_mean]
+        ended = [s for s in slices if s.is_read]
         hidden, scored, by_logits = (
             [s for s in ended if s.vector.kind == kind] for kind in ("hidden", "scores", "logits")
         )
@@ -113,9 +121,8 @@ class Pooler:
             scores = self._scores_of(slot, torch.cat(read), of_tokens=of_tokens)
             if of_tokens:
                 of_each = scores.split([len(rows) for rows in read])
-                found += [
-                    _to_host([s], n.reshape(1, -1)) for s, n in zip(alike, of_each, strict=True)
-                ]
+                for one, rows in zip(alike, of_each, strict=True):
+                    found += self._with_before(one, rows)
             else:
                 found.append(_to_host(alike, scores))
         if by_logits:
@@ -124,6 +131,15 @@ class Pooler:
                 ids = to_device(np.array(each.vector.token_ids), self._device)
                 found.append(_to_host([each], row[ids][None]))
         return tuple(found)
+
+    def _with_before(self, piece: PooledSlice, scores: torch.Tensor) -> Iterable[HostVectors]:
+        """Scores of a prompt's tokens, if it ends; those of others are kept."""
+        row, before = piece.piece.seq_row, list[torch.Tensor]()
+        if piece.piece.start:
+            before = self._scores.pop(row)
+        self._scores[row] = [*before, scores.clone()]
+        if piece.prompt_len is not None:
+            yield _to_host([piece], torch.cat(self._scores.pop(row)).reshape(1, -1))
 
     def _means(self, slices: Sequence[PooledSlice], hidden_of: HiddenOf) -> Iterable[HostVectors]:
         """Means of the prompts that end; the sums of others are kept."""

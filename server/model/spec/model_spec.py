@@ -439,6 +439,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
     def score(self, *, of_tokens: bool) -> ScoreSpec:
         """The score head of that kind; without one for tokens, the usual one."""
+        if of_tokens and self.is_decoder:
+            return ScoreSpec(bias=True, pooling="all")
         return next((s for s in self.scores if (s.pooling == "all") is of_tokens), self.scores[0])
 
     @property

@@ -289,7 +289,7 @@ class Stream:
         prefill = self.computed < self.prompt_len
         known = inline or count > 1 or prefill
         draft = [] if known else self._draft()
-        wish = self.wish if self.wish and (last or self.wish.pooling == "mean") else None
+        wish = self.wish if self.wish and (last or self.wish.pooling in ("mean", "all")) else None
         return SeqSlice(
             kind="prompt" if known else "decode",
             seq_row=self.row,

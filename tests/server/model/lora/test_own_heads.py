@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from loraplex.adapters.manifest import SlabLayout
 from loraplex.server.protocol import VectorParams
@@ -164,6 +164,33 @@ def test_without_any_head_a_sequence_fails_alone(heads: Heads) -> None:
     assert_scores(heads, "three", streams[1])
     for stream in streams:
         stream.free()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("family", "chunk"), [("llama3", 64), ("qwen3", 3)])
+def test_scores_of_each_token(family: str, chunk: int, tmp_path: Path) -> None:
+    """As `LlamaForTokenClassification` and its kin have them, of prompts in any slices."""
+    base, kind = save_model(make_model(family), tmp_path / "base"), AutoModelForTokenClassification
+    made: Any = kind.from_pretrained(base, num_labels=5, dtype="float32")
+    config = LoraConfig(r=4, target_modules=FEW, task_type="TOKEN_CLS")
+    oracle: Any = add_adapter(made, "one", config, 3)
+    for name, parameter in oracle.named_parameters():
+        if "score.modules_to_save" in name:
+            parameter.add_(torch.linspace(-0.5, 0.5, parameter.numel()).view_as(parameter))
+    driver = Driver(base)
+    slots = driver.load_all({"one": Headed(oracle, *pack(oracle, "one"))}, 0, first=0)
+    streams = [
+        Stream(driver, row, prompt(length, 5), slot=slots["one"]).read_for(
+            VectorParams("scores", "all")
+        )
+        for row, length in enumerate((9, 2, 14, 14))
+    ]
+    generate(driver, streams, 0, chunk)
+    for stream in streams:
+        wanted = oracle(input_ids=torch.tensor([stream.tokens])).logits[0].flatten().numpy()
+        assert stream.vector is not None
+        assert np.abs(stream.vector - wanted).max() < TOLERANCE
+    driver.close()
 
 
 def test_heads_differ(heads: Heads) -> None:

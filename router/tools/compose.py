@@ -150,5 +150,7 @@ def _exact_tool(tool: Tool, keeps: bool, unbound: list[str]) -> Tool:
             held, places = as_far_as_held(schema, tool.place)
             unbound += places
     except SchemaRefused as error:
+        if tool.place.endswith(".format"):  # of a custom tool, whose schema is none of the caller's
+            error.place, error.keyword = tool.place, ""
         raise shape_refused(error) from None
     return msgspec.structs.replace(tool, parameters=held)

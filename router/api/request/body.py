@@ -38,11 +38,28 @@ def decode_body(body: bytes, kind: type[T]) -> tuple[T, dict[str, Any]]:
 
 
 def typed(plain: dict[str, Any], kind: type[T]) -> T:
-    """Fields that `kind` does not know are left out. Raises RequestError (invalid)."""
+    """Fields that `kind` does not know are left out. A whole number may be written as 4.0, as JSON
+    Schema has it. Raises RequestError (invalid)."""
     try:
         return msgspec.convert(plain, kind, str_keys=True)
     except msgspec.ValidationError as error:
-        raise _field_error(error, kind) from None
+        place = _FLOAT_FOR_INT.fullmatch(str(error))
+        whole = None if place is None else _whole_at(plain, place["path"])
+        if whole is None:
+            raise _field_error(error, kind) from None
+    return typed(whole, kind)
+
+
+def _whole_at(plain: dict[str, Any], path: str) -> dict[str, Any] | None:
+    """Writes a field's whole number as an integer; None = there is none at the path."""
+    outer, _, inner = path.partition(".")
+    value: Any = plain.get(outer)
+    found: Any = None
+    if inner and isinstance(value, dict):
+        found = _whole_at(value, inner)
+    elif isinstance(value, float) and value.is_integer():
+        found = int(value)
+    return None if found is None else plain | {outer: found}
 
 
 def decode_plain(data: bytes) -> dict[str, Any]:
@@ -155,6 +172,7 @@ _MOST_SHOWN = 80
 _PLACE = re.compile(r"(?P<what>.*) - at (?P<key>`key` in )?`\$\.?(?P<path>.*)`", re.DOTALL)
 _STEP = re.compile(r"(\w+)|\[[^\]]*\]")
 _PATTERN = re.compile(r"matching regex '\^(?P<form>.*)\\\\Z'", re.DOTALL)
+_FLOAT_FOR_INT = re.compile(r"Expected `int.*`, got `float` - at `\$\.(?P<path>[\w.]+)`")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*)`")
 _NO_CHOICE = re.compile(r"Invalid enum value (?P<got>.*)", re.DOTALL)

@@ -750,6 +750,18 @@ def test_pictures_have_several_names(part: dict[str, Any]) -> None:
     assert found == expected
 
 
+def test_whole_numbers_may_be_floats() -> None:
+    """As JSON Schema has it."""
+    given = {"max_tokens": 4, "n": 2, "seed": -3, "logprobs": True, "top_logprobs": 2}
+    floats = {name: float(value) if name != "logprobs" else value for name, value in given.items()}
+    assert call_of(CHAT, **floats) == call_of(CHAT, **given)
+    assert call_of(GENERATE, seed=2.0) == call_of(GENERATE, seed=2)
+    for wrong in (4.5, 1e300, 0.0):
+        with pytest.raises(RequestError) as refused:
+            call_of(CHAT, max_tokens=wrong)
+        assert refused.value.param == "max_tokens"
+
+
 def test_calls_of_custom_tools_go_back() -> None:
     call = {"id": "1", "type": "custom", "custom": {"name": "f", "input": 'a"b'}}
     result = {"role": "tool", "content": "c", "tool_call_id": "1"}

@@ -414,6 +414,23 @@ async def test_reasoning_that_the_prompt_begins(tmp_path: Path) -> None:
             {"tools": None, "functions": [strict({"pattern": "(?=a)b"})["function"]]},
             "functions[0].parameters.properties.place.pattern",
         ),
+        (
+            {
+                "tools": [
+                    {
+                        "type": "custom",
+                        "custom": {
+                            "name": "say",
+                            "format": {
+                                "type": "grammar",
+                                "grammar": {"syntax": "regex", "definition": "(?=a)b"},
+                            },
+                        },
+                    }
+                ]
+            },
+            "tools[0].custom.format",
+        ),
     ],
 )
 async def test_calls_that_cannot_be_held(

@@ -130,8 +130,9 @@ _LAST_READS_S = 0.02
 
 # Parsed in one turn at most, if no request is complete before.
 _TURN_BYTES = 64 << 10
-# Parsed at once, but for a body whose length is known: what may be many requests.
-_PIECE_BYTES = 1 << 10
+# Parsed at once: what may be many requests, and what may be a body's end and some. A body whose
+# length is known is parsed up to its end.
+_HEAD_PIECE_BYTES, _BODY_PIECE_BYTES = 1 << 10, 4 << 10
 
 
 class _Flow(FlowControl):
@@ -258,7 +259,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _parse(self) -> None:
         unread, room, self._is_complete = self.flow.unread, _TURN_BYTES, False
         while unread and room > 0 and not self._is_complete:
-            size = max(_PIECE_BYTES, min(self._body_left, room))
+            least = _HEAD_PIECE_BYTES if self._in_head else _BODY_PIECE_BYTES
+            size = max(least, min(self._body_left, room))
             piece = bytes(unread[:size])
             del unread[:size]
             room -= len(piece)

@@ -30,7 +30,10 @@ from tests.soak.load import (
 from tests.soak.seeing import save_seeing
 
 # In the first half of a round processes die; in the second one they live, and are weighed.
-DEADLY = ("worker killed", "engine killed", "router killed", "engine frozen", "rolling restart")
+KILLS = ("worker killed", "engine killed", "router killed", "engine frozen")
+DEADLY = (*3 * KILLS, "rolling restart")  # which takes as long as many others
+# Of a round, for each fault of its first half, at most.
+TOKENS_A_DEATH = 100_000
 GENTLE = (
     "router and worker parted",
     "parted one way",
@@ -160,9 +163,10 @@ async def run(asked: Round, folder: Path) -> Outcome:
             load = asyncio.create_task(clients.run(asked.clients, MIN_TOKENS, MAX_TOKENS))
             faults = Faults(fleet, dice, LONGEST_S)
             done, weights = Counter[str](), Weights()
-            while clients.tally.tokens < asked.tokens // 2 and not load.done():
+            while not (load.done() or _is_half_over(asked, clients.tally.tokens, done.total())):
                 done[await _disturb(faults, DEADLY, dice, asked.calm_s)] += 1
-            while not (load.done() or (clients.tally.tokens >= asked.tokens and weights.enough)):
+            end = clients.tally.tokens + asked.tokens // 2
+            while not (load.done() or (clients.tally.tokens >= end and weights.enough)):
                 done[await _disturb(faults, GENTLE, dice, asked.calm_s)] += 1
                 weights.take(fleet)
             used = {name: await _sum(fleet, name) for name in USED}
@@ -172,6 +176,10 @@ async def run(asked: Round, folder: Path) -> Outcome:
             await clients.close()
             await fleet.close()
     return Outcome(time.monotonic() - began, clients.tally, done, used, weights.means())
+
+
+def _is_half_over(asked: Round, tokens: int, deaths: int) -> bool:
+    return tokens >= asked.tokens // 2 and deaths >= asked.tokens // TOKENS_A_DEATH
 
 
 async def _disturb(faults: Faults, kinds: Sequence[str], dice: random.Random, calm_s: float) -> str:

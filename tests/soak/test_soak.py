@@ -27,9 +27,9 @@ def test_engines_may_keep_tokens_for_drafts() -> None:
 
 @pytest.mark.exhaustive
 async def test_everything_at_once_gives_no_wrong_token(tmp_path: Path) -> None:
-    outcome = await run(Round(seed=7, tokens=30_000, clients=16), tmp_path)
+    outcome = await run(Round(seed=7, tokens=150_000, clients=32), tmp_path)
     assert not outcome.problems()
     kinds = {"batch_line", "whole_rolled", "whole_shaped", "stream_seen", "whole_seen"}
     assert kinds <= outcome.tally.kinds.keys()
-    assert outcome.tally.tokens >= 30_000
+    assert outcome.tally.tokens >= 150_000
     assert outcome.weights

@@ -46,7 +46,8 @@ def decode_object(data: bytes, max_depth: int = MAX_DEPTH) -> dict[str, Any]:
         raise LongNumberError(f"a number has more than {digits} digits") from None
     if not isinstance(value, dict):
         raise StrictJsonError(f"not a JSON object but {_KINDS.get(type(value), 'a number')}")
-    if _deeper_than(value, max_depth):
+    # Few brackets open no deep value, and counting them takes no time.
+    if data.count(b"[") + data.count(b"{") > max_depth and _deeper_than(value, max_depth):
         raise StrictJsonError(f"nested more than {max_depth} deep")
     return value
 

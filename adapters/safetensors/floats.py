@@ -1,8 +1,8 @@
 """Converts numbers from safetensors' form to a slab's: exact, or rounded once."""
 
 import hashlib
-from collections.abc import Iterable
-from functools import cache
+from collections.abc import Callable, Iterable
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from loraplex.adapters.manifest import SlabDtype
 
 Raw = npt.NDArray[np.uint8]
 _CHUNK_BYTES = 1 << 18
+_PIECE_VALUES = 1 << 22
 # Stored as a slab stores them: the slab's dtype, and numpy's (bfloat16 as uint16).
 _AS_STORED: dict[str, tuple[SlabDtype, str]] = {
     "F32": ("float32", "<f4"),
@@ -151,24 +152,44 @@ def _all_below(raw: Raw, nbytes: int, limit: int) -> bool:
 
 
 class FloatDigest:
-    """sha256 of a tensor's values as float32, equal for equal values of whatever dtype."""
+    """SHA-256 of a tensor's values as float32, equal for equal values of whatever dtype: of the
+    SHA-256 of each `_PIECE_VALUES`, so that several can be computed at once."""
 
     def __init__(self) -> None:
-        self._sha256 = hashlib.sha256()
+        self._whole, self._piece, self._room = hashlib.sha256(), hashlib.sha256(), _PIECE_VALUES
 
     def update(self, raw: Raw, dtype: str) -> None:
         """Adds the next values, in row-major order."""
-        for start in range(0, len(raw), _CHUNK_BYTES):
-            values = read_floats(raw[start : start + _CHUNK_BYTES], dtype)
-            self._sha256.update(write_floats(values, "float32").data)
+        while len(raw):
+            size = self._room * _NOT_FINITE[dtype][0]
+            piece, raw = raw[:size], raw[size:]
+            _add(self._piece, piece, dtype)
+            self._room -= len(piece) // _NOT_FINITE[dtype][0]
+            if not self._room:
+                self._whole.update(self._piece.digest())
+                self._piece, self._room = hashlib.sha256(), _PIECE_VALUES
 
     def hexdigest(self) -> str:
-        return self._sha256.hexdigest()
+        """Returns the digest of all values, which are the last."""
+        if self._room < _PIECE_VALUES:
+            self._whole.update(self._piece.digest())
+        return self._whole.hexdigest()
 
 
-def float_digest(parts: Iterable[tuple[Raw, str]]) -> str:
-    """Returns the `FloatDigest` (hex) of (bytes, dtype) pieces."""
-    digest = FloatDigest()
-    for raw, dtype in parts:
-        digest.update(raw, dtype)
-    return digest.hexdigest()
+def float_digest(raw: Raw, dtype: str, run: Callable[..., Iterable[bytes]] = map) -> str:
+    """Returns the `FloatDigest` (hex) of a tensor. run: `map`, or one that runs several at once."""
+    size = _PIECE_VALUES * _NOT_FINITE[dtype][0]
+    pieces = [raw[first : first + size] for first in range(0, len(raw), size)]
+    return hashlib.sha256(b"".join(run(partial(_piece_digest, dtype=dtype), pieces))).hexdigest()
+
+
+def _piece_digest(raw: Raw, dtype: str) -> bytes:
+    found = hashlib.sha256()
+    _add(found, raw, dtype)
+    return found.digest()
+
+
+def _add(digest: "hashlib._Hash", raw: Raw, dtype: str) -> None:
+    for start in range(0, len(raw), _CHUNK_BYTES):
+        values = read_floats(raw[start : start + _CHUNK_BYTES], dtype)
+        digest.update(write_floats(values, "float32").data)

@@ -3,7 +3,6 @@
 import mmap
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +35,7 @@ from loraplex.server.model.tokenizer.base_tokenizer import (
     special_token_settings,
 )
 
+_THREADS = 16
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
@@ -56,8 +56,8 @@ def read_base_spec(folder: Path, names: tuple[str, ...]) -> BaseSpec:
     elif model.head.linear.bias:
         names_of["lm_head.bias"] = f"{model.head.linear.parts[0].path}.bias"
     tensors = tuple(dict.fromkeys(names_of.values()))
-    with ThreadPoolExecutor(len(tensors)) as threads:  # seconds each, at the start
-        found = dict(zip(tensors, threads.map(partial(_digest, shards), tensors), strict=True))
+    with ThreadPoolExecutor(_THREADS) as threads:  # a gigabyte each, at the start
+        found = {name: _digest(shards, name, threads) for name in tensors}
     digests = {module: found[name] for module, name in names_of.items()}
     if model.head.tied and digests.get("lm_head") not in (None, digests["embed_tokens"]):
         raise CheckpointError(
@@ -74,7 +74,7 @@ def read_base_spec(folder: Path, names: tuple[str, ...]) -> BaseSpec:
     return base_spec(model, digest, names, digests, tokenizer.get_vocab(), ends)
 
 
-def _digest(shards: Mapping[str, ModelFile], name: str) -> str:
+def _digest(shards: Mapping[str, ModelFile], name: str, threads: ThreadPoolExecutor) -> str:
     shard = shards.get(name)
     if shard is None or shard.tensors[name].dtype not in _FLOAT_DTYPES:
         raise CheckpointError(f"the model's weights have no {name} in floating point")
@@ -82,4 +82,4 @@ def _digest(shards: Mapping[str, ModelFile], name: str) -> str:
     with shard.path.open("rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         raw = np.frombuffer(mapped, np.uint8)[tensor.start : tensor.end]
-        return float_digest([(raw, tensor.dtype)])
+        return float_digest(raw, tensor.dtype, threads.map)

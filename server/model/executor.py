@@ -27,7 +27,7 @@ from loraplex.server.engine.plan import SeqSlice, SliceResult, StepPlan
 from loraplex.server.model.decoder import Decoder, Pictured, Wanted
 from loraplex.server.model.devices.group import Alone, Group
 from loraplex.server.model.graphs.decode_batch import APPEND, POSITION, ROW, DecodeBatch
-from loraplex.server.model.graphs.gpu_path import build
+from loraplex.server.model.graphs.gpu_path import build, import_beside
 from loraplex.server.model.graphs.start_phases import StartPhases
 from loraplex.server.model.lora.adapter_copies import AdapterCopies
 from loraplex.server.model.lora.lora import Reach
@@ -99,6 +99,8 @@ class TorchExecutor:
         group = group or Alone()
         if self.device.type == "cpu":
             leave_a_core(group.shard.count)
+        else:
+            import_beside()
         phases = StartPhases(report)
         host_pages = host_pages_mapped(config)
         host_arena = host_memory[: config.host_arena_bytes]

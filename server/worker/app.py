@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import hmac
+from contextlib import suppress
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, HTTPConnection, Request
@@ -19,6 +20,8 @@ from loraplex.server.worker.worker import Worker
 
 MAX_ROUTERS = 256
 _RETRY = {"Retry-After": "1"}
+# A router that connects meanwhile waits so long for the start, and is served at once then.
+_START_WAIT_S = 2.0
 _PICTURE_LIMIT_S = 60.0
 
 
@@ -91,7 +94,7 @@ class WorkerApp:
 
     async def connect(self, websocket: WebSocket) -> None:
         refusal = self._refusal(websocket)
-        if refusal is None and self._worker.card is None:
+        if refusal is None and not await self._has_started():
             refusal = JSONResponse({"error": "the engine is starting"}, 503, _RETRY)
         if refusal is None and self._worker.draining:
             refusal = JSONResponse({"error": "the worker is draining"}, 503, _RETRY)
@@ -107,6 +110,13 @@ class WorkerApp:
             await RouterConnection(self._next_number, websocket, self._worker).serve()
         finally:
             self._connections -= 1
+
+    async def _has_started(self) -> bool:
+        """Wait a while for the start. Whether the engine has been ready."""
+        if self._worker.card is None:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._worker.became_ready.wait(), _START_WAIT_S)
+        return self._worker.card is not None
 
     async def live(self, request: Request) -> Response:
         return JSONResponse({"status": "live"})

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -66,7 +67,7 @@ def build_fast(parts: Parts, graph_batches: Sequence[int] | None, phases: StartP
     # The first layer of each kind has the kernels of all.
     few_layers = start.decoder(parts.weights.layers[: parts.model.kinds_within])
     phases.begin("compiling kernels")
-    start.compile_all(few_layers)
+    compile_together(lambda: start.launch_all(few_layers), parts, start.sizes)
     phases.begin("loading kernels")
     start.run_steps(decoder)
     start.rehearse(few_layers)
@@ -111,7 +112,7 @@ def _build_whole(parts: Parts, phases: StartPhases) -> Built:
                 rehearsed.rehearse(family, example)
 
     phases.begin("compiling kernels")
-    compile_together(lambda: launch(of_each_kind))
+    compile_together(lambda: launch(of_each_kind), parts, sizes)
     phases.begin("loading kernels")
     launch(decoder)
     torch.cuda.synchronize()
@@ -177,11 +178,8 @@ class _Start:
         weights = replace(self.parts.weights, layers=tuple(layers))
         return self.parts.decoder(self.ops, weights)
 
-    def compile_all(self, decoder: CudaDecoder) -> None:
-        """Compile all kernels together, as `compile_together` does."""
-        compile_together(lambda: self._launch_all(decoder))
-
-    def _launch_all(self, decoder: CudaDecoder) -> None:
+    def launch_all(self, decoder: CudaDecoder) -> None:
+        """Launch all that steps do, and what is measured."""
         self.run_steps(decoder)
         for sizes, products in self._products():
             self.ops.products.launch_ours(sizes, products)
@@ -266,15 +264,25 @@ class _Start:
         return TokenGraphs(decoder, self.ops, self.prompt_sizes, inside)
 
 
-def compile_together(launch: Callable[[], None]) -> None:
-    """Compile the kernels that are launched, all at once. Without it kernels are compiled one by
-    one, as what follows comes to them.
+def compile_together(launch: Callable[[], None], parts: Parts, sizes: tuple[int, ...]) -> None:
+    """Compile the kernels that are launched, all at once, unless an earlier start did for such
+    parts. Without it kernels are compiled one by one, as what follows comes to them. sizes: of
+    decode graphs.
     """
+    products = [same.kind for same, *_ in _by_shape(parts.weights.linears)]
+    kinds = (parts.whole, parts.limits, parts.cache.pool.dtype, parts.cache.dtype, products, sizes)
+    options = (parts.group.shard, parts.dora_graphs, parts.batch_invariant)
+    kept = KeptChoices.of(parts.rows.device, *kinds, *options)
+    if kept.are_compiled:
+        return
     try:
         with compiled_together():
             launch()
     except Exception:
         log.warning("kernels could not be compiled together", exc_info=True)
+    else:
+        with suppress(OSError):  # the next start looks at each kernel again
+            kept.keep_compiled()
     torch.cuda.empty_cache()  # graphs have memory of their own
 
 

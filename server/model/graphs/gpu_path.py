@@ -1,8 +1,11 @@
 """The ops that serve a model on a device; on a GPU, everything compiled, warm and captured."""
 
+import importlib
 import importlib.util
 import logging
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 
@@ -38,6 +41,17 @@ def why_not_fast(model: ModelSpec, dtype: torch.dtype, device: torch.device) -> 
         return f"FlashInfer cannot be imported ({error})"
     name = str(dtype).removeprefix("torch.")
     return unsupported(model, name, torch.cuda.get_device_capability(device))
+
+
+def import_beside() -> None:
+    """Begin to import what a fast GPU needs, in a thread: that takes as long as some gigabytes of
+    weights. What cannot be imported is left to `build`."""
+
+    def import_all() -> None:
+        with suppress(Exception):
+            importlib.import_module("loraplex.server.model.graphs.fast_path")
+
+    threading.Thread(target=import_all, name="imports", daemon=True).start()
 
 
 def build(parts: Parts, graph_batches: Sequence[int] | None, phases: StartPhases) -> Built:

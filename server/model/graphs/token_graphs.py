@@ -64,9 +64,7 @@ class EndGraphs:
         as many tokens were rehearsed.
         """
         for size in reversed(self.sizes):
-            graph = record(self._step(size, reach), self._pool)
-            graph.replay()  # the first time takes longer
-            self._graphs[size, reach] = graph
+            self._graphs[size, reach] = record(self._step(size, reach), self._pool)
 
     def forward(self, rows: np.ndarray, slots: np.ndarray) -> torch.Tensor:
         """Compute the wanted rows from the last attention to normed hidden states. rows: int64
@@ -181,8 +179,6 @@ class TokenGraphs:
             lora = self._lora(size, reach)
             pieces = self._prepared(size, lora, example)
             graphs = [record(piece, self._pool) for piece in pieces]
-            for graph in graphs:
-                graph.replay()  # the first time takes longer
             self._captured[size, reach] = _Captured(graphs, lora)
         if self.ends is not None:
             self.ends.capture(reach)

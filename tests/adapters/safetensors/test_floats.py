@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from loraplex.adapters.manifest import SlabDtype
 from loraplex.adapters.safetensors.floats import (
+    FloatDigest,
     convert,
     convert_into,
     fits,
@@ -136,11 +137,15 @@ def test_one_bad_value_is_found(stored: Stored, bad: float) -> None:
     assert not is_finite(raw_of(tensor), stored)
 
 
-def test_equal_values_have_equal_digests_whatever_their_dtype() -> None:
-    tensor = torch.randn(3_000).to(torch.bfloat16)
-    digests = {
-        float_digest([(raw_of(tensor.to(TORCH[stored])), stored)])
-        for stored in ("F32", "BF16", "F64")
-    }
+@pytest.mark.parametrize("count", [0, 3_000, 1 << 22, 5_000_000])
+def test_equal_values_have_equal_digests_whatever_their_dtype_and_pieces(count: int) -> None:
+    tensor = torch.randn(count).to(torch.bfloat16)
+    digests = set()
+    for stored in ("F32", "BF16", "F64"):
+        raw, in_pieces = raw_of(tensor.to(TORCH[stored])), FloatDigest()
+        for piece in np.split(raw, [len(raw) // 3 // 8 * 8, len(raw) // 2 // 8 * 8]):
+            in_pieces.update(piece, stored)
+        digests |= {float_digest(raw, stored), in_pieces.hexdigest()}
     assert len(digests) == 1
-    assert float_digest([(raw_of(tensor + 1), "BF16")]) not in digests
+    for other in (torch.cat((tensor + 1, torch.ones(1))), torch.cat((tensor, torch.zeros(1)))):
+        assert float_digest(raw_of(other.to(torch.bfloat16)), "BF16") not in digests

@@ -216,7 +216,7 @@ def replace_graphs(patch: pytest.MonkeyPatch) -> list[int]:
     patch.setattr(token_graphs.TokenGraphs, "rehearse", lambda *_: None)
     patch.setattr(products, "_times", lambda ways, *_: dict.fromkeys(ways, 1.0))
     nothing: Any = NothingKept()
-    patch.setattr(KeptChoices, "of", lambda device: KeptChoices(lambda: nothing))
+    patch.setattr(KeptChoices, "of", lambda *_: KeptChoices(lambda: nothing))
 
     patch.setattr(executor_module, "build", fast_path.build_fast)
     return taken

@@ -1,11 +1,14 @@
 """What a worker says of its engine's start."""
 
+import asyncio
 from typing import cast
 from unittest.mock import Mock
 
+import pytest
 from starlette.testclient import TestClient
 
 from loraplex.server.engine.messages import StartProgress
+from loraplex.server.worker import app
 from loraplex.server.worker.app import WorkerApp
 from loraplex.server.worker.start_log import StartLog
 from loraplex.server.worker.upload_face import UploadFace
@@ -43,3 +46,21 @@ def test_readiness_says_how_far_the_start_is() -> None:
     }
     worker.state = "draining"
     assert client.get("/health/ready").json() == {"status": "draining"}
+
+
+async def test_a_router_that_connects_early_waits_for_the_start() -> None:
+    worker = Mock(spec=Worker, card=None, became_ready=asyncio.Event())
+    started = asyncio.create_task(WorkerApp(worker, "", cast(UploadFace, None))._has_started())
+    await asyncio.sleep(0)
+    assert not started.done()
+    worker.card = b"{}"
+    worker.became_ready.set()
+    assert await started
+
+
+async def test_a_router_waits_no_longer_than_it_would_for_an_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(app, "_START_WAIT_S", 0.0)
+    worker = Mock(spec=Worker, card=None, became_ready=asyncio.Event())
+    assert not await WorkerApp(worker, "", cast(UploadFace, None))._has_started()

@@ -1,6 +1,7 @@
 """Ways of products that earlier starts on such a device chose, beside Triton's compiled kernels.
 
-A start measures only what is not kept, and chooses as the start before did.
+A start measures only what is not kept, and chooses as the start before did. It compiles nothing
+together where an earlier one did, of the same model and sizes.
 """
 
 import hashlib
@@ -16,6 +17,7 @@ from triton.runtime.cache import CacheManager, get_cache_manager
 from loraplex.server.kernels.launch.sources import sources_digest
 
 _FILE = "ways_of_products"  # without an ending: no kernel's
+_ALL_KERNELS = (0, ("all kernels",))
 
 
 class KeptChoices:
@@ -28,14 +30,16 @@ class KeptChoices:
         self._new: dict[str, list[str]] = {}
 
     @classmethod
-    def of(cls, device: torch.device) -> "KeptChoices":
-        """Find what GPUs of this name chose, with the same kernels and libraries."""
+    def of(cls, device: torch.device, *others: object) -> "KeptChoices":
+        """Find what GPUs of this name chose, with the same kernels and libraries. others: facts on
+        which it depends, too, as `repr` says them."""
         facts = (
             torch.cuda.get_device_name(device),
             torch.__version__,
             torch.version.cuda,
             triton.__version__,
             sources_digest(),
+            *others,
         )
         key = hashlib.sha256(repr(facts).encode()).hexdigest()
         return cls(partial(get_cache_manager, key))
@@ -46,6 +50,17 @@ class KeptChoices:
 
     def keep(self, rows: int, kind: tuple[object, ...], names: list[str]) -> None:
         self._new[_key(rows, kind)] = names
+
+    def keep_compiled(self) -> None:
+        """Keep that all kernels are compiled, and save that. Raises OSError."""
+        self.keep(*_ALL_KERNELS, ["compiled"])
+        self.save()
+
+    @property
+    def are_compiled(self) -> bool:
+        """Whether an earlier start has compiled all kernels. Those that are gone since are compiled
+        as they are launched."""
+        return bool(self.find(*_ALL_KERNELS))
 
     def save(self) -> None:
         """Write what is new, beside what others have written since. Raises OSError."""

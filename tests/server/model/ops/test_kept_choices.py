@@ -65,6 +65,14 @@ def test_starts_of_two_models_keep_the_choices_of_both(tmp_path: Path, starts: S
     assert found.find(2, (4, 4)) == []
 
 
+def test_the_next_start_knows_that_all_is_compiled(starts: Starts) -> None:
+    kept = KeptChoices(CACHE)
+    assert not kept.are_compiled
+    kept.keep_compiled()
+    assert KeptChoices(CACHE).are_compiled
+    assert not KeptChoices(partial(FileCacheManager, "of another model")).are_compiled
+
+
 @pytest.mark.parametrize("text", ["", "[1]", '{"1 (48, 32)": ["gone", "gone"]}', "{"])
 def test_what_names_no_way_is_measured(text: str, starts: Starts) -> None:
     FileCacheManager("key").put(text, "ways_of_products", binary=False)

@@ -104,17 +104,17 @@ class TorchExecutor:
         phases = StartPhases(report)
         host_pages = host_pages_mapped(config)
         host_arena = host_memory[: config.host_arena_bytes]
-        with (
-            torch.inference_mode(),
-            advised(),
-            host_arena_made(host_arena, self.device),
-            host_arena_made(host_pages, self.device),
-        ):
+        with torch.inference_mode(), advised():
             parts = build_parts(config, group, weights, self.device, phases)
             self.limits = parts.limits
             self._rows, self._table, self._states = parts.rows, parts.table, parts.states
-            built = build(parts, graph_batches, phases)
-            phases.begin("host memory")
+            # Not beside the weights, which take three times as long to read then.
+            with (
+                host_arena_made(host_arena, self.device),
+                host_arena_made(host_pages, self.device),
+            ):
+                built = build(parts, graph_batches, phases)
+                phases.begin("host memory")
         self._decoder: Decoder[Any, Any, Any] = built.decoder
         self._pictures, self._host_memory = parts.pictures, host_memory
         self._graphs, self._token_graphs = built.graphs, built.token_graphs

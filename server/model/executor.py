@@ -48,7 +48,7 @@ from loraplex.server.model.start import (
     WeightsLoader,
     advised,
     build_parts,
-    host_arena_made,
+    host_memory_made,
     host_pages_mapped,
     leave_a_core,
     make_copiers,
@@ -109,10 +109,7 @@ class TorchExecutor:
             self.limits = parts.limits
             self._rows, self._table, self._states = parts.rows, parts.table, parts.states
             # Not beside the weights, which take three times as long to read then.
-            with (
-                host_arena_made(host_arena, self.device),
-                host_arena_made(host_pages, self.device),
-            ):
+            with host_memory_made(self.device, host_arena, host_pages):
                 built = build(parts, graph_batches, phases)
                 phases.begin("host memory")
         self._decoder: Decoder[Any, Any, Any] = built.decoder

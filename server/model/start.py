@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from mmap import PAGESIZE
 from pathlib import Path
 
@@ -298,10 +298,14 @@ def _copier(
         raise ConfigError(f"--host-kv-memory: {error}") from error
 
 
-def host_arena_made(memory: memoryview, device: torch.device) -> AbstractContextManager[None]:
+@contextmanager
+def host_memory_made(device: torch.device, *memories: memoryview) -> Iterator[None]:
     """A start leaves most cores idle. On the CPU nothing is pinned, and what nobody uses takes no
     memory."""
-    return nullcontext() if device.type == "cpu" else pages_made(memory, max(1, _cores() // 4))
+    with ExitStack() as making:
+        for memory in memories if device.type != "cpu" else ():
+            making.enter_context(pages_made(memory, max(1, _cores() // 4)))
+        yield
 
 
 @contextmanager

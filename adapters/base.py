@@ -1,24 +1,126 @@
-"""The base model as an adapter sees it: which modules exist, and their shapes. Pure."""
+"""The base model as an adapter sees it: which modules exist, their shapes, and how several devices
+share them. Pure.
+
+A *shard* is one device's part of the model. All shards have the same shapes. A shard has the rows
+of neighbouring tokens of the base. *New ids* lie behind the base's tables. They are shared out
+apart, as if there were as many as there may be. So an id's shard does not depend on the adapter. A
+shard counts its tokens from 0 on, those of the base first.
+"""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from loraplex.adapters.classes import SCORE, SCORE_BIAS
-from loraplex.adapters.sharding import (
-    UNGROUPED,
-    WHOLE,
-    Groups,
-    Piece,
-    Shard,
-    Sharding,
-    Span,
-    pieces,
-    total_width,
-)
+
+# By output features, by input features, or not at all.
+Sharding = Literal["column", "row", "none"]
+# Features of each shard are a multiple of this where they do not divide.
+_ROUNDED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One of the `count` parts that devices share a model in."""
+
+    index: int = 0
+    count: int = 1
+
+
+WHOLE = Shard()
+
+
+class Span(msgspec.Struct, frozen=True):
+    """Neighbouring features that shards share out evenly.
+
+    unit: so many stay together, those of a head. Units are heads, which may be repeated but never
+    filled up; single features are filled up with zeros where they do not divide.
+    """
+
+    features: int
+    unit: int = 1
+
+    @property
+    def units(self) -> int:
+        return self.features // self.unit
+
+    def divides(self, count: int) -> bool:
+        """Whether so many shards can share it."""
+        return self.unit == 1 or self.units % count == 0 or count % self.units == 0
+
+    def width(self, count: int) -> int:
+        """Features of each shard."""
+        if self.features % (count * self.unit) == 0:
+            return self.features // count
+        if self.unit > 1:
+            return self.unit
+        return -(-self.features // (count * _ROUNDED)) * _ROUNDED
+
+    def piece(self, shard: Shard) -> slice:
+        """Finds the features that a shard has."""
+        if self.unit > 1:
+            heads = heads_of(self.units, shard)
+            return slice(heads.start * self.unit, heads.stop * self.unit)
+        width = self.width(shard.count)
+        begin, end = (min(n * width, self.features) for n in (shard.index, shard.index + 1))
+        return slice(begin, end)
+
+
+def heads_of(heads: int, shard: Shard) -> slice:
+    """Finds a shard's heads. Fewer heads than shards are repeated, among neighbouring shards."""
+    each = max(1, heads // shard.count)
+    begin = shard.index * heads // shard.count
+    return slice(begin, begin + each)
+
+
+class Piece(NamedTuple):
+    """Some features of a module, and their place among those of the shard."""
+
+    source: slice
+    target: slice
+
+
+class Groups(msgspec.Struct, frozen=True):
+    """How a file holds the spans of a module: in `count` groups, one behind the other.
+
+    Each group has an equal part of every span. order: of the spans in a group, by their numbers;
+    () = as they are listed.
+    """
+
+    count: int = 1
+    order: tuple[int, ...] = ()
+
+
+UNGROUPED = Groups()
+
+
+def pieces(spans: Sequence[Span], shard: Shard, groups: Groups = UNGROUPED) -> tuple[Piece, ...]:
+    """A shard's pieces of each span, one after the other. groups: as the file has them."""
+    found, target = [], 0
+    widths = [span.features // groups.count for span in spans]
+    order = groups.order or tuple(range(len(spans)))
+    for number, span in enumerate(spans):
+        mine, width = span.piece(shard), widths[number]
+        before = sum(widths[other] for other in order[: order.index(number)])
+        for group in range(groups.count):
+            begin, end = max(mine.start, group * width), min(mine.stop, (group + 1) * width)
+            if begin >= end and groups.count > 1:
+                continue
+            source = group * (sum(widths) - width) + before + begin
+            at, size = target + begin - mine.start, end - begin
+            found.append(Piece(slice(source, source + size), slice(at, at + size)))
+        target += span.width(shard.count)
+    return tuple(found)
+
+
+def total_width(spans: Sequence[Span], count: int) -> int:
+    """Features of each shard."""
+    return sum(span.width(count) for span in spans)
+
 
 Role = Literal[
     "qkv",
@@ -424,3 +526,66 @@ def base_modules(base: BaseSpec) -> Iterator[BaseModule]:
     for layer in (*range(base.num_layers), -1):
         for name in base.modules_of(layer):
             yield base.module(layer, name)
+
+
+def tokens_of_shard(vocab: int, shard: Shard) -> tuple[Piece, Piece]:
+    """Finds a shard's ids of the base, which has `vocab`, and its new ids, as it counts them.
+    New ids have the same place on all shards."""
+    base, new = pieces((Span(vocab), Span(MAX_NEW_IDS)), shard)
+    return base, new
+
+
+def new_ids_width(count: int) -> int:
+    """New ids of each shard."""
+    return Span(MAX_NEW_IDS).width(count)
+
+
+def ids_of_shard(ids: Sequence[int], vocab: int, shard: Shard) -> tuple[int, ...]:
+    """Finds the tokens whose rows a shard has, as the shard counts them."""
+    return tuple(token for _, token in _rows(ids, vocab, shard))
+
+
+def rows_of_shard(ids: Sequence[int], vocab: int, shard: Shard) -> list[int]:
+    """The places of these tokens in `ids`."""
+    return [place for place, _ in _rows(ids, vocab, shard)]
+
+
+def _rows(ids: Sequence[int], vocab: int, shard: Shard) -> Iterator[tuple[int, int]]:
+    """Places in `ids` of a shard's tokens, and tokens as it counts them. The only shard has all."""
+    if shard.count == 1:
+        yield from enumerate(ids)
+        return
+    parts = [
+        (range(source.start, source.stop), target.start - source.start)
+        for source, target in tokens_of_shard(vocab, shard)
+    ]
+    for place, token in enumerate(ids):
+        for mine, shift in parts:
+            if token in mine:
+                yield place, token + shift
+
+
+def most_rows(ids: Sequence[int], vocab: int, count: int) -> int:
+    """Counts these tokens' rows in the shard that has the most, at least 1."""
+    return max(1, *(len(rows_of_shard(ids, vocab, Shard(i, count))) for i in range(count)))
+
+
+def pieces_of_table(size: int, vocab: int, shard: Shard) -> tuple[Piece, ...]:
+    """Finds a shard's rows of a table of `size` rows, and their places among its own. A row's place
+    is its token, as the shard counts it."""
+    if shard.count == 1:
+        return (Piece(slice(0, size), slice(0, size)),)
+    found = []
+    for source, target in tokens_of_shard(vocab, shard):
+        rows = min(source.stop, size) - source.start
+        if rows > 0:
+            source = slice(source.start, source.start + rows)
+            found.append(Piece(source, slice(target.start, target.start + rows)))
+    return tuple(found)
+
+
+def rows_of_each(size: int, vocab: int, count: int) -> int:
+    """Counts the rows that each shard keeps for a table: as many as the first, which has most.
+    Some between the base's rows and those of new ids may be unused."""
+    rows: int = pieces_of_table(size, vocab, Shard(0, count))[-1].target.stop
+    return rows

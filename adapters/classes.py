@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from loraplex.adapters.violations import shown
+from loraplex.adapters.errors import shown
 
 ScoreActivation = Literal["softmax", "sigmoid", "none"]
 # The short name of a classifier's head, and its tensor.

@@ -29,28 +29,26 @@ from loraplex.adapters.content_check import (
     read_leaves,
     seal_of,
 )
-from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.errors import AdapterError, Findings
 from loraplex.adapters.manifest import DIGEST_FORM, AdapterManifest, AdapterText, SlabDtype
 from loraplex.adapters.nearby import adapters_near
 from loraplex.adapters.peft.config import CONFIG_FILE, parse_config, trained_for
 from loraplex.adapters.peft.files import (
     CLASSES_FILE,
+    GENERATION_FILE,
+    TOKENIZER_FILES,
     check_bytes,
     is_relevant,
     is_unsafe,
     read_classes,
     read_index,
+    read_tokenizer_files,
     small_files,
     weight_files,
 )
 from loraplex.adapters.peft.inferred_base import infer_base
 from loraplex.adapters.peft.lora_tensors import LoraTensors, OwnBias, OwnNorm, OwnTable, PlacedLora
 from loraplex.adapters.peft.targeting import Targeting
-from loraplex.adapters.peft.tokenizer_files import (
-    GENERATION_FILE,
-    TOKENIZER_FILES,
-    read_tokenizer_files,
-)
 from loraplex.adapters.peft.validate import (
     WEIGHTS_FILE,
     AdapterLimits,
@@ -66,7 +64,6 @@ from loraplex.adapters.safetensors.file import Weights, open_shards, open_weight
 from loraplex.adapters.safetensors.floats import FloatDigest, Raw, fits, is_finite
 from loraplex.adapters.safetensors.header import FLOAT_DTYPES, TensorInfo
 from loraplex.adapters.slab.layout import room_problem
-from loraplex.adapters.violations import Findings
 
 
 class Judged(NamedTuple):

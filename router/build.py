@@ -20,8 +20,7 @@ from loraplex.router.batches.build import make_batches
 from loraplex.router.batches.desk import BatchDesk
 from loraplex.router.call import Secret
 from loraplex.router.config import RouterConfig, RouterConfigError
-from loraplex.router.files.disk_shelf import DiskShelf
-from loraplex.router.files.store import FileStore
+from loraplex.router.files.store import DiskShelf, FileStore
 from loraplex.router.generation.answerer import Answerer
 from loraplex.router.generation.dispatcher import Dispatcher
 from loraplex.router.generation.division import AnswerParts
@@ -34,26 +33,22 @@ from loraplex.router.names.aliases import Aliases
 from loraplex.router.names.catalog import Catalog, CatalogRules
 from loraplex.router.names.rollout_tally import RolloutTally
 from loraplex.router.names.use import AdapterUse
-from loraplex.router.operations.admin import AdapterAdmin
+from loraplex.router.operations.admin import AdapterAdmin, DeclaredCheck, OrphanedUnloads
 from loraplex.router.operations.compat_metrics import COMPAT_PREFIX, CompatMetrics
-from loraplex.router.operations.declarations import Declarations, DeclarationWatch
-from loraplex.router.operations.declared_check import DeclaredCheck
+from loraplex.router.operations.declarations import AdaptersFile, Declarations, DeclarationWatch
 from loraplex.router.operations.feedback import Feedback
-from loraplex.router.operations.file_watch import AdaptersFile
-from loraplex.router.operations.fleet_watch import FleetWatch
-from loraplex.router.operations.folder_watch import WatchedFolders
-from loraplex.router.operations.membership import Membership
-from loraplex.router.operations.orphaned_unloads import OrphanedUnloads
-from loraplex.router.operations.other_work import work_of
-from loraplex.router.operations.pins import Pins
-from loraplex.router.operations.rollout_keeper import RolloutKeeper
-from loraplex.router.operations.rollouts import Rollouts
-from loraplex.router.operations.state_metrics import (
+from loraplex.router.operations.fleet_watch import (
+    FleetWatch,
     watch_batches,
     watch_declared,
     watch_sharing,
     watch_state,
 )
+from loraplex.router.operations.folder_watch import WatchedFolders
+from loraplex.router.operations.membership import Membership
+from loraplex.router.operations.other_work import work_of
+from loraplex.router.operations.pins import Pins
+from loraplex.router.operations.rollouts import RolloutKeeper, Rollouts
 from loraplex.router.operations.workers import AdapterWorkers
 from loraplex.router.pictures.fetcher import PictureFetcher
 from loraplex.router.pictures.held import HeldPictures
@@ -70,20 +65,17 @@ from loraplex.router.start_check import base_names, blaming, check_workers, decl
 from loraplex.router.telemetry.caller_errors import CallerErrors
 from loraplex.router.telemetry.metrics import RouterMetrics
 from loraplex.router.telemetry.tracing import Tracing, make_tracing
-from loraplex.router.tenancy.keys_file import KeysFileError
+from loraplex.router.tenancy.keys import KeysFileError
 from loraplex.router.tenancy.price_file import PricesError
 from loraplex.router.tenancy.tenancy import ExposureError, Tenancy, check_exposure, make_tenancy
 from loraplex.router.text.template_sandbox import TemplateSandbox
 from loraplex.router.text.turn_taking import TurnTaking
 from loraplex.router.uploads.courier import UploadCourier
 from loraplex.router.uploads.receiver import UploadReceiver
-from loraplex.router.workers.base_model import BaseModel
-from loraplex.router.workers.bases import Bases
+from loraplex.router.workers.bases import BaseModel, Bases
 from loraplex.router.workers.client import WorkerClient
-from loraplex.router.workers.connections import Connections
-from loraplex.router.workers.fleet import Fleet
+from loraplex.router.workers.fleet import Connections, Fleet, Roster
 from loraplex.router.workers.model_card import CardStore
-from loraplex.router.workers.roster import Roster
 from loraplex.server.protocol import MAX_PICTURE_BYTES
 
 _HUB_THREADS = 8

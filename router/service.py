@@ -15,14 +15,11 @@ from loraplex.router.generation.dispatcher import Dispatcher
 from loraplex.router.generation.tokenise import Tokeniser
 from loraplex.router.http.idempotency import Idempotency
 from loraplex.router.names.catalog import Catalog
-from loraplex.router.operations.admin import AdapterAdmin
+from loraplex.router.operations.admin import AdapterAdmin, DeclaredCheck, OrphanedUnloads
 from loraplex.router.operations.declarations import Declarations
-from loraplex.router.operations.declared_check import DeclaredCheck
 from loraplex.router.operations.feedback import Feedback
 from loraplex.router.operations.fleet_watch import FleetWatch
-from loraplex.router.operations.orphaned_unloads import OrphanedUnloads
-from loraplex.router.operations.rollout_keeper import RolloutKeeper
-from loraplex.router.operations.rollouts import Rollouts
+from loraplex.router.operations.rollouts import RolloutKeeper, Rollouts
 from loraplex.router.policy.front_door import FrontDoor
 from loraplex.router.responses.desk import ResponseDesk
 from loraplex.router.shared.sharing import Sharing
@@ -34,9 +31,8 @@ from loraplex.router.tenancy.tenancy import Tenancy
 from loraplex.router.text.template_sandbox import TemplateSandbox
 from loraplex.router.uploads.receiver import UploadReceiver
 from loraplex.router.workers.bases import Bases
-from loraplex.router.workers.connections import Connections
 from loraplex.router.workers.discovery import Discovery
-from loraplex.router.workers.roster import Roster
+from loraplex.router.workers.fleet import Connections, Roster
 
 _START_POLL_S = 0.02
 _START_POLLS = 100

@@ -14,12 +14,12 @@ from loraplex.router.files.store import folder_id
 from loraplex.router.http.tls import server_context
 from loraplex.router.names.registration import Registration
 from loraplex.router.operations.adapters_file import WHOLE
-from loraplex.router.operations.file_watch import read_file
+from loraplex.router.operations.declarations import read_file
 from loraplex.router.parts.reasoning import REASONING
 from loraplex.router.shared.sharing import make_sharing
 from loraplex.router.telemetry.tracing import check_tracing
 from loraplex.router.tenancy.keyring import read_keys_file
-from loraplex.router.tenancy.keys_file import KeysFileError
+from loraplex.router.tenancy.keys import KeysFileError
 from loraplex.router.tenancy.price_file import PricesError, read_prices
 from loraplex.router.tenancy.tenancy import ExposureError, check_exposure
 from loraplex.router.tools.registry import FORMATS

@@ -20,7 +20,7 @@ from loraplex.adapters.manifest import AdapterManifest
 from loraplex.adapters.merge.plan import MergedModule, merged_config, plan_merge
 from loraplex.adapters.merge.recipe import MergeRecipe, SignMethod
 from loraplex.adapters.peft.config import CONFIG_FILE
-from loraplex.adapters.peft.tokenizer_files import GENERATION_FILE
+from loraplex.adapters.peft.files import GENERATION_FILE
 from loraplex.adapters.peft.validate import WEIGHTS_FILE, AdapterLimits
 from loraplex.adapters.safetensors.file import WeightsFile, open_weights
 from loraplex.adapters.safetensors.floats import read_floats

@@ -12,12 +12,11 @@ import msgspec
 
 from loraplex.adapters.base import BaseSpec, ModuleShape
 from loraplex.adapters.coverage import Coverage, coverage_of
-from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.errors import AdapterError, Findings
 from loraplex.adapters.merge.recipe import MergeRecipe
 from loraplex.adapters.peft.lora_tensors import LoraTensors, ModuleLora, OwnBias, OwnNorm, OwnTable
 from loraplex.adapters.peft.validate import AdapterLimits
 from loraplex.adapters.slab.layout import room_problem
-from loraplex.adapters.violations import Findings
 
 # The largest delta of a module that `ties` and `dare_*` compute in full: 1 GiB of float32.
 MAX_DENSE_VALUES = 1 << 28

@@ -14,6 +14,7 @@ import msgspec
 
 from loraplex.adapters.base import BaseNorm, BaseSpec, ScoreParts, base_modules
 from loraplex.adapters.classes import HEAD_OF_CLASSES, MOST_LABELS, MOST_TOKEN_LABELS
+from loraplex.adapters.errors import Findings, shown
 from loraplex.adapters.peft.config import (
     TOKEN_CLS,
     PeftConfig,
@@ -25,7 +26,6 @@ from loraplex.adapters.peft.config import (
 from loraplex.adapters.peft.lora_tensors import OwnNorm, OwnScores, OwnTable
 from loraplex.adapters.peft.tensor_names import Naming, spellings_of
 from loraplex.adapters.safetensors.header import FLOAT_DTYPES, TensorInfo
-from loraplex.adapters.violations import Findings, shown
 
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
 

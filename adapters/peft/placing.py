@@ -14,6 +14,7 @@ import msgspec
 
 from loraplex.adapters.base import MODEL_SITES, BaseModule, BaseSpec, ExpertWeight, base_modules
 from loraplex.adapters.coverage import Site
+from loraplex.adapters.errors import Findings
 from loraplex.adapters.peft.lora_tensors import (
     ExpertPair,
     ExpertsLora,
@@ -42,7 +43,6 @@ from loraplex.adapters.peft.targeting import (
     targeted_paths,
 )
 from loraplex.adapters.safetensors.header import TensorInfo
-from loraplex.adapters.violations import Findings
 
 # Side -> tensor.
 Pair = Mapping[str, TensorInfo]

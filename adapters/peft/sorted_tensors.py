@@ -6,6 +6,7 @@ from collections.abc import Iterable
 import msgspec
 
 from loraplex.adapters.base import ANY_EXPERT, MODEL_SITES, BaseModule, BaseSpec, base_modules
+from loraplex.adapters.errors import Findings, shown
 from loraplex.adapters.peft.targeting import aliases, holders
 from loraplex.adapters.peft.tensor_names import (
     Naming,
@@ -17,7 +18,6 @@ from loraplex.adapters.peft.tensor_names import (
     spelling_of,
 )
 from loraplex.adapters.safetensors.header import FLOAT_DTYPES, TensorInfo
-from loraplex.adapters.violations import Findings, shown
 
 _BESIDE_OWN = frozenset(("modules_to_save", "original_module"))
 _LAYER = re.compile(r"model\.layers\.(?P<layer>0|[1-9][0-9]{0,5})\..+")

@@ -10,10 +10,10 @@ from typing import Generic, TypeVar
 
 from loraplex.adapters.base import ANY_EXPERT, BaseSpec, base_modules
 from loraplex.adapters.common.timed_pattern import PatternBudget, PatternError, TimedPattern
+from loraplex.adapters.errors import Findings, invalid, shown
 from loraplex.adapters.peft.config import TABLES, PeftConfig, names_table
 from loraplex.adapters.peft.own_weights import are_tied, whole_tables
 from loraplex.adapters.peft.tensor_names import NAMINGS, Naming
-from loraplex.adapters.violations import Findings, invalid, shown
 
 # What PEFT's `target_parameters` calls the weight of an ordinary module.
 _WEIGHT = ".weight"

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Set
 import msgspec
 
 from loraplex.adapters.base import BaseSpec, base_modules
+from loraplex.adapters.errors import Findings, shown
 from loraplex.adapters.manifest import SlabDtype
 from loraplex.adapters.peft.config import MAX_RANK, PeftConfig
 from loraplex.adapters.peft.lora_tensors import LoraTensors, ModuleLora
@@ -29,7 +30,6 @@ from loraplex.adapters.peft.targeting import Targeting, check_parameters, target
 from loraplex.adapters.peft.tensor_names import NAMINGS, parse_tensor_name
 from loraplex.adapters.safetensors.header import FLOAT_DTYPES, TensorInfo
 from loraplex.adapters.safetensors.header import WEIGHTS_FILE as WEIGHTS_FILE
-from loraplex.adapters.violations import Findings, shown
 
 # How Hugging Face's cache names the folder of `owner/name`.
 _HUB_CACHE = re.compile(r"(?:^|/)models--(?:[^/]+--)?(?P<name>[^/]+?)(?=/|$)")

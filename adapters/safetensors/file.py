@@ -10,16 +10,17 @@ from pathlib import Path
 import numpy as np
 
 from loraplex.adapters.common.disk import read_at
+from loraplex.adapters.errors import Findings, invalid
 from loraplex.adapters.safetensors.floats import Raw
 from loraplex.adapters.safetensors.header import (
     MAX_TENSORS,
     PREFIX_BYTES,
+    FileSpan,
     TensorInfo,
     header_size,
+    join_shards,
     parse_header,
 )
-from loraplex.adapters.safetensors.weights_index import FileSpan, join_shards
-from loraplex.adapters.violations import Findings, invalid
 
 # A piece fits into a core's own cache, so its later uses read no memory again. It is large enough
 # that Python's overhead does not count. Whole numbers of any dtype.

@@ -7,7 +7,15 @@ from typing import Protocol, cast
 
 import msgspec
 
-from loraplex.adapters.base import MODEL_SITES, BaseSpec, ModuleShape, Role
+from loraplex.adapters.base import (
+    MODEL_SITES,
+    BaseSpec,
+    ModuleShape,
+    Role,
+    Shard,
+    most_rows,
+    rows_of_each,
+)
 from loraplex.adapters.manifest import (
     ITEM_BYTES,
     OwnHead,
@@ -25,8 +33,6 @@ from loraplex.adapters.peft.lora_tensors import (
     OwnTable,
 )
 from loraplex.adapters.peft.validate import SlabRoom
-from loraplex.adapters.sharding import Shard
-from loraplex.adapters.token_rows import most_rows, rows_of_each
 
 ALIGNMENT = 256
 _OPEN_EXTENTS = 16
@@ -170,7 +176,7 @@ def vector_rows(site: SiteLayout, base: BaseSpec) -> PlacedMatrix | None:
 
 def table_rows(site: SiteLayout, base: BaseSpec, item_bytes: int) -> PlacedMatrix | None:
     """Rows of a table in place of the base's, `[rows, hidden]`; None = the site has none. Of one
-    shard, as `loraplex.adapters.token_rows` shares them out."""
+    shard, as `loraplex.adapters.base` shares them out."""
     if site.table_offset < 0:
         return None
     vocab, size = base.vocab_size, site.table_size or base.vocab_size

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from loraplex.adapters.base import BaseSpec
+from loraplex.adapters.base import BaseSpec, Piece, Shard, pieces_of_table, rows_of_shard
 from loraplex.adapters.content_check import LEAF_BYTES, Run, Seal, fingerprint_of
-from loraplex.adapters.errors import AdapterError, Violation
+from loraplex.adapters.errors import AdapterError, Findings, Violation
 from loraplex.adapters.manifest import ITEM_BYTES, SiteLayout, SlabDtype, SlabLayout
 from loraplex.adapters.peft.lora_tensors import (
     ExpertsLora,
@@ -36,7 +36,6 @@ from loraplex.adapters.safetensors.floats import (
     read_floats,
 )
 from loraplex.adapters.safetensors.header import DTYPE_BYTES, TensorInfo
-from loraplex.adapters.sharding import Piece, Shard
 from loraplex.adapters.slab.layout import (
     PlacedMatrix,
     a_matrix,
@@ -49,8 +48,6 @@ from loraplex.adapters.slab.layout import (
 )
 from loraplex.adapters.slab.memory import SlabMemory, one_after_another
 from loraplex.adapters.slab.moves import Moves
-from loraplex.adapters.token_rows import pieces_of_table, rows_of_shard
-from loraplex.adapters.violations import Findings
 
 # Numbers of a slab, whatever its dtype.
 Numbers = npt.NDArray[np.unsignedinteger]

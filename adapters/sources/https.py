@@ -23,12 +23,12 @@ from loraplex.adapters.common.web_hosts import (
     listed_host,
     look_up,
 )
-from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.errors import AdapterError, Findings, invalid
 from loraplex.adapters.peft.config import CONFIG_FILE
 from loraplex.adapters.peft.files import SIDE_FILES
 from loraplex.adapters.peft.validate import WEIGHTS_FILE
 from loraplex.adapters.ref import AdapterRef, shown_name
-from loraplex.adapters.safetensors.weights_index import (
+from loraplex.adapters.safetensors.header import (
     INDEX_FILES,
     MAX_INDEX_BYTES,
     MAX_SHARDS,
@@ -36,7 +36,6 @@ from loraplex.adapters.safetensors.weights_index import (
 )
 from loraplex.adapters.sources.base import PinnedSource, RemoteFile, changed, refused, unreachable
 from loraplex.adapters.sources.partial import RemoteBytes, range_start
-from loraplex.adapters.violations import Findings, invalid
 
 DEFAULT_TIMEOUT_S = 10.0
 _FILES = (CONFIG_FILE, WEIGHTS_FILE, *SIDE_FILES)

@@ -14,11 +14,10 @@ from pathlib import Path
 
 from loraplex.adapters.common.disk import share_bytes
 from loraplex.adapters.content_check import Run, copy_leaves
-from loraplex.adapters.errors import AdapterChanged, AdapterError
+from loraplex.adapters.errors import AdapterChanged, AdapterError, Findings, invalid, shown
 from loraplex.adapters.nearby import adapters_near
 from loraplex.adapters.peft.files import is_relevant, is_unsafe
 from loraplex.adapters.ref import AdapterRef, path_of_local, shown_name
-from loraplex.adapters.violations import Findings, invalid, shown
 
 MAX_ENTRIES = 10_000
 _CHANGED_RETRY_S = 1.0

@@ -16,12 +16,11 @@ import httpx
 import msgspec
 
 from loraplex.adapters.common.authorities import trusted_context
-from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.errors import AdapterError, invalid
 from loraplex.adapters.peft.files import is_relevant
 from loraplex.adapters.ref import MODELSCOPE_ENDPOINT, AdapterRef, pin_of, shown_name
 from loraplex.adapters.sources.base import PinnedSource, RemoteFile, changed, refused, unreachable
 from loraplex.adapters.sources.partial import RemoteBytes, range_start
-from loraplex.adapters.violations import invalid
 
 DEFAULT_TIMEOUT_S = 10.0
 # The hub cuts a list off here, and does not say so.

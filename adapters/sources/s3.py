@@ -28,12 +28,11 @@ from botocore.exceptions import (
 )
 from botocore.exceptions import ConnectionError as BotoConnectionError
 
-from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.errors import AdapterError, invalid
 from loraplex.adapters.peft.files import is_relevant
 from loraplex.adapters.ref import AdapterRef, shown_name
 from loraplex.adapters.sources.base import PinnedSource, RemoteFile, changed, refused, unreachable
 from loraplex.adapters.sources.partial import RemoteBytes, partial_path
-from loraplex.adapters.violations import invalid
 
 DEFAULT_TIMEOUT_S = 10.0
 MAX_PAGES = 10

@@ -35,7 +35,7 @@ from loraplex.adapters.common.single_flight import SingleFlight
 from loraplex.adapters.common.unfinished import remove_stale, resumable_folder, unfinished_folder
 from loraplex.adapters.content_check import Run, Seal
 from loraplex.adapters.coverage import Coverage
-from loraplex.adapters.errors import AdapterChanged, AdapterError
+from loraplex.adapters.errors import AdapterChanged, AdapterError, Findings, invalid
 from loraplex.adapters.judge import (
     Judged,
     KnownShapes,
@@ -68,7 +68,6 @@ from loraplex.adapters.sources.base import ENABLING_OPTIONS, Source
 from loraplex.adapters.sources.partial import partial_bytes
 from loraplex.adapters.store.content import Contents, merged_member, present
 from loraplex.adapters.store.references import Known, References
-from loraplex.adapters.violations import Findings, invalid
 
 # Content leaves this much of the disk to others.
 HEADROOM_BYTES = 64 << 20

@@ -8,10 +8,9 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
-from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.errors import AdapterError, invalid, shown
 from loraplex.adapters.peft.files import is_relevant, is_unsafe
 from loraplex.adapters.uploads.sink import FileSink
-from loraplex.adapters.violations import invalid, shown
 
 PIECE_BYTES = 1 << 20
 _MAX_NOTE_BYTES = 64 << 10

@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
 
-from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.errors import AdapterError, Findings, invalid, shown
 from loraplex.adapters.peft.config import CONFIG_FILE, MAX_CONFIG_BYTES, parse_config
 from loraplex.adapters.peft.files import SIDE_FILES, is_relevant, is_unsafe
 from loraplex.adapters.safetensors.header import (
@@ -15,7 +15,6 @@ from loraplex.adapters.safetensors.header import (
     header_size,
     parse_header,
 )
-from loraplex.adapters.violations import Findings, invalid, shown
 
 MAX_FILES = 64
 _UNKNOWN_BYTES = 1 << 62

@@ -20,8 +20,7 @@ from loraplex.router.lines.errors import BatchError
 if TYPE_CHECKING:
     from loraplex.launcher.batch.job import BatchJob
     from loraplex.launcher.serving.serve import Serve
-    from loraplex.router.lines.index import BatchInput
-    from loraplex.router.lines.journal import Journal
+    from loraplex.router.lines.line_files import BatchInput, Journal
 
 ABOUT = """\
 Run a file of requests, one JSON object a line, in the format of OpenAI's batch API:
@@ -70,8 +69,7 @@ def run(arguments: argparse.Namespace, api_key: str, environ: Mapping[str, str])
 
     Raises BatchError, KeyboardInterrupt, and what `serve` raises.
     """
-    from loraplex.router.lines.index import BatchInput
-    from loraplex.router.lines.journal import Journal
+    from loraplex.router.lines.line_files import BatchInput, Journal
 
     if not api_key.isascii():
         raise OptionError("the key must be ASCII, as it is sent in a header")

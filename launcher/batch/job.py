@@ -14,11 +14,10 @@ import msgspec
 from loraplex.launcher.refusals import error_text
 from loraplex.launcher.router_client import bearer
 from loraplex.router.api.files_and_batches import BatchObject, FileObject, RequestCounts
-from loraplex.router.files.disk import read_if_there, write_whole
+from loraplex.router.files.store import read_if_there, write_whole
 from loraplex.router.http.client import http_client
 from loraplex.router.lines.errors import BatchError
-from loraplex.router.lines.index import BatchInput
-from loraplex.router.lines.journal import Journal
+from loraplex.router.lines.line_files import BatchInput, Journal
 from loraplex.router.lines.lines import BadLine, BatchRequest
 from loraplex.router.lines.order import send_order
 from loraplex.router.lines.pace import BUSY

@@ -2,8 +2,10 @@
 
 import argparse
 import asyncio
+import json
 import math
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,7 +15,6 @@ import uvloop
 from loraplex.launcher.bench.errors import BenchError
 from loraplex.launcher.bench.load.target import PATHS, Target, model_of
 from loraplex.launcher.bench.load.workload import Lengths, Workload
-from loraplex.launcher.bench.output import print_points
 from loraplex.launcher.command_line import Parser
 from loraplex.launcher.config import secret_value
 from loraplex.launcher.option_types import (
@@ -34,6 +35,34 @@ from loraplex.server.protocol import SamplingParams
 
 if TYPE_CHECKING:
     from loraplex.launcher.bench.engine.grid import Grid
+
+
+def print_points(points: Iterable[Any], as_json: bool) -> None:
+    """Prints dataclasses, as JSON each as soon as it is there, else a table of all."""
+    results = []
+    for point in points:
+        results.append(point)
+        if as_json:
+            print(json.dumps(asdict(point)), flush=True)
+    if not as_json:
+        print(table(results))
+
+
+def table(results: Sequence[Any]) -> str:
+    """Makes a column of each field; results: dataclasses of one kind."""
+    if not results:
+        return "nothing to measure"
+    head = list(asdict(results[0]))
+    rows = [[_cell(value) for value in asdict(result).values()] for result in results]
+    widths = [max(map(len, column)) + 2 for column in zip(head, *rows, strict=True)]
+    return "\n".join("".join(map(str.rjust, line, widths)) for line in (head, *rows))
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    return "-" if value is None else str(value)
+
 
 T = TypeVar("T")
 ABOUT = """\

@@ -16,12 +16,11 @@ from huggingface_hub import get_token
 
 from loraplex.adapters.base import BaseSpec
 from loraplex.adapters.chat.conversation import MessageForm, TemplateFault
-from loraplex.adapters.errors import AdapterError, Violation
+from loraplex.adapters.errors import AdapterError, Findings, Violation
 from loraplex.adapters.judge import Judged, judge_folder
 from loraplex.adapters.manifest import AdapterManifest, AdapterTemplate
-from loraplex.adapters.peft.files import small_files, weight_files
+from loraplex.adapters.peft.files import USUAL_TOKENS, small_files, weight_files
 from loraplex.adapters.peft.tensor_names import WHOLE
-from loraplex.adapters.peft.tokenizer_files import USUAL_TOKENS
 from loraplex.adapters.peft.validate import AdapterLimits
 from loraplex.adapters.ref import (
     AdapterRef,
@@ -36,7 +35,6 @@ from loraplex.adapters.slab.memory import one_after_another
 from loraplex.adapters.sources.base import Source
 from loraplex.adapters.sources.enabled import open_sources
 from loraplex.adapters.store.store import AdapterStore
-from loraplex.adapters.violations import Findings
 from loraplex.launcher.convert.command import check_new_folder, convert
 from loraplex.launcher.convert.plan import Conversion
 from loraplex.launcher.demo import BASE_NAME, model_path
@@ -46,11 +44,9 @@ from loraplex.launcher.serving.plan import is_demo_model
 from loraplex.router.api.admin.adapters import EndToken, end_tokens, partial_of
 from loraplex.router.call import RequestError
 from loraplex.router.generation.ends import AnswerEnds
-from loraplex.router.text.adapter_models import AdapterModels
-from loraplex.router.text.model import TextModel
+from loraplex.router.text.model import AdapterModels, TextModel
 from loraplex.router.text.template_sandbox import TemplateSandbox
-from loraplex.server.model.base_facts import read_base_spec
-from loraplex.server.model.card import model_card
+from loraplex.server.model.card import model_card, read_base_spec
 from loraplex.server.model.checkpoint.checkpoint import CheckpointError, read_config
 from loraplex.server.worker.process.model_source import ModelError, ModelFolder, find_model
 from loraplex.server.worker.process.sizing import choose_extent_bytes

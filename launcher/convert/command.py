@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from loraplex.adapters.base import BaseSpec
 from loraplex.adapters.peft.config import MAX_RANK
 from loraplex.adapters.peft.validate import MAX_LORA_RANK, AdapterLimits
+from loraplex.launcher.convert.formats import MlxOptions
 from loraplex.launcher.convert.methods import EXACT, MethodOptions
-from loraplex.launcher.convert.mlx import MlxOptions
 from loraplex.launcher.convert.plan import Conversion
 from loraplex.launcher.options import OptionError, path_of
 

@@ -26,19 +26,17 @@ from loraplex.adapters.safetensors.header import DTYPE_BYTES, TensorInfo
 from loraplex.launcher.convert.formats import (
     ADAPTER_FILES,
     Listing,
+    MlxOptions,
     beside,
+    check_factors,
+    check_kind,
     choose_weights,
     form_of,
+    is_mlx_config,
+    plan_mlx,
     refuse_ready,
 )
 from loraplex.launcher.convert.methods import MethodOptions, convert_method, is_other_method
-from loraplex.launcher.convert.mlx import (
-    MlxOptions,
-    check_factors,
-    check_kind,
-    is_mlx_config,
-    plan_mlx,
-)
 from loraplex.launcher.convert.pickles import PickleLimits, read_pickle
 from loraplex.launcher.convert.plan import Conversion, ConversionPlan, Move, WrittenAdapter, refusal
 

@@ -18,14 +18,19 @@ import numpy as np
 import numpy.typing as npt
 
 from loraplex.adapters.common import extras
-from loraplex.adapters.errors import AdapterError
-from loraplex.adapters.peft.config import CONFIG_FILE, parse_config
-from loraplex.adapters.peft.fields import CONVERTED, HARMLESS, takes_from_base, way_out
+from loraplex.adapters.errors import AdapterError, Findings, shown
+from loraplex.adapters.peft.config import (
+    CONFIG_FILE,
+    CONVERTED,
+    HARMLESS,
+    parse_config,
+    takes_from_base,
+    way_out,
+)
 from loraplex.adapters.peft.validate import MAX_LORA_RANK
 from loraplex.adapters.safetensors.header import WEIGHTS_FILE
-from loraplex.adapters.violations import Findings, shown
 from loraplex.launcher.convert.base_class import base_class
-from loraplex.launcher.convert.lora_config import PREFIX, lora_config
+from loraplex.launcher.convert.formats import PREFIX, lora_config
 from loraplex.launcher.convert.plan import ConversionLoss, WrittenAdapter, refusal
 from loraplex.server.model.checkpoint.checkpoint import read_config
 

@@ -18,7 +18,6 @@ from loraplex.adapters.common.loopback import is_loopback
 from loraplex.launcher.config import check_router, check_worker, child_environment, document_of
 from loraplex.launcher.model_needs import ModelNeeds, choose_groups
 from loraplex.launcher.options import Values
-from loraplex.launcher.serving.local_bases import LocalBase, asked_of_each, check_room, shifted
 from loraplex.launcher.serving.local_worker import (
     POLL_INTERVAL_S,
     STOP_MARGIN_S,
@@ -26,7 +25,15 @@ from loraplex.launcher.serving.local_worker import (
     until_ready,
     watched_ports,
 )
-from loraplex.launcher.serving.plan import LOOPBACK, ServePlan, plan
+from loraplex.launcher.serving.plan import (
+    LOOPBACK,
+    LocalBase,
+    ServePlan,
+    asked_of_each,
+    check_room,
+    plan,
+    shifted,
+)
 from loraplex.launcher.serving.processes import (
     Child,
     ChildSupervisor,

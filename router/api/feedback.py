@@ -7,7 +7,7 @@ from msgspec import Meta
 
 from loraplex.router.api.request.body import decode_plain
 from loraplex.router.api.request.known_elsewhere import Body, typed_by_aliases
-from loraplex.router.policy.score_test import Counted
+from loraplex.router.policy.rollout import Counted
 
 _PREFIXES = ("chatcmpl-", "cmpl-")
 _WHY_NOT = {

@@ -8,8 +8,7 @@ from typing import Any
 
 import msgspec
 
-from loraplex.router.api.admin.keys import MAX_LISTED
-from loraplex.router.api.admin.organization import MOST_BUCKETS, NEWEST_S
+from loraplex.router.api.admin.keys import MAX_LISTED, MOST_BUCKETS, NEWEST_S
 from loraplex.router.api.admin.pages import MAX_PAGE
 from loraplex.router.api.errors import AnthropicError, Dialect, LoraxError, OpenAIError, error_table
 from loraplex.router.api.files_and_batches import MAX_FILES_LISTED
@@ -24,11 +23,10 @@ from loraplex.router.api.request.known_elsewhere import ELSEWHERE, Body, Elsewhe
 from loraplex.router.api.request.tool_fields import OfferedTool
 from loraplex.router.api.responses.request import UNSTORED, ResponsesBody
 from loraplex.router.api.sglang.lmdeploy import SHAPES as SHAPES_OF_LMDEPLOY
-from loraplex.router.api.vectors.classify import ClassifyBody
 from loraplex.router.api.vectors.cohere import SHAPES as COHERE_SHAPES
-from loraplex.router.api.vectors.embeddings import EmbeddingsBody, PoolingBody
 from loraplex.router.api.vectors.fields import MAX_INPUTS, READ
-from loraplex.router.api.vectors.score import SIDES
+from loraplex.router.api.vectors.fits import SIDES
+from loraplex.router.api.vectors.pooled import ClassifyBody, EmbeddingsBody, PoolingBody
 from loraplex.router.api.vllm.control import PAUSE_MODES
 from loraplex.router.api.vllm.tokens import VOID
 from loraplex.router.names.registration import MAX_KEPT

@@ -32,9 +32,12 @@ from loraplex.router.api.admin.adapters import (
     UnloadLoraBody,
 )
 from loraplex.router.api.admin.fleet import FleetObject
+from loraplex.router.api.admin.keys import QUERY as BUCKET_QUERY
 from loraplex.router.api.admin.keys import (
     AuditList,
     ChangeKeyBody,
+    CompletionsPage,
+    CostPage,
     CreateKeyBody,
     DeletedKey,
     KeyList,
@@ -44,8 +47,6 @@ from loraplex.router.api.admin.keys import (
     RotateKeyBody,
     UsageList,
 )
-from loraplex.router.api.admin.organization import QUERY as BUCKET_QUERY
-from loraplex.router.api.admin.organization import CompletionsPage, CostPage
 from loraplex.router.api.admin.pages import LIST_QUERY
 from loraplex.router.api.admin.uploads import UPLOAD_QUERY, AdapterFiles, Uploaded
 from loraplex.router.api.cohere_chat import CohereChat, CohereChatBody, CohereEvent
@@ -66,10 +67,9 @@ from loraplex.router.api.messages.blocks import MessageEvent, MessageObject
 from loraplex.router.api.messages.request import CountTokensBody, MessagesBody, TokenCount
 from loraplex.router.api.openai.chat import BatchChatBody, ChatBody, ChatChunk, ChatCompletion
 from loraplex.router.api.openai.completions import Completion, CompletionsBody
-from loraplex.router.api.responses.items import ResponseObject
+from loraplex.router.api.responses.items import ResponseEvent, ResponseObject
 from loraplex.router.api.responses.request import ResponsesBody
 from loraplex.router.api.responses.stored import DeletedResponse, InputItemList
-from loraplex.router.api.responses.stream import ResponseEvent
 from loraplex.router.api.sglang.generate import AbortBody, SglangAnswer, SglangBody
 from loraplex.router.api.sglang.lmdeploy import LmdeployAnswer, LmdeployBody
 from loraplex.router.api.tokenize import (
@@ -82,23 +82,29 @@ from loraplex.router.api.tokenize import (
     TokenizerInfo,
     TokenObject,
 )
-from loraplex.router.api.vectors.classify import (
+from loraplex.router.api.vectors.cohere import CohereEmbedBody, CohereEmbeddings
+from loraplex.router.api.vectors.embed import EmbedBody, LoraxEmbedding
+from loraplex.router.api.vectors.fits import (
+    LabelScoreBody,
+    LabelScores,
+    RerankAnswer,
+    RerankBody,
+    ScoreBody,
+    ScoreList,
+    TeiRank,
+    TeiRerankBody,
+)
+from loraplex.router.api.vectors.pooled import (
     ClassifyBody,
     ClassList,
+    EmbeddingList,
+    EmbeddingsBody,
     LabelScore,
     LoraxClassifyBatchBody,
     LoraxClassifyBody,
-)
-from loraplex.router.api.vectors.cohere import CohereEmbedBody, CohereEmbeddings
-from loraplex.router.api.vectors.embed import EmbedBody, LoraxEmbedding
-from loraplex.router.api.vectors.embeddings import (
-    EmbeddingList,
-    EmbeddingsBody,
     PoolingBody,
     PoolingList,
 )
-from loraplex.router.api.vectors.rerank import RerankAnswer, RerankBody, TeiRank, TeiRerankBody
-from loraplex.router.api.vectors.score import LabelScoreBody, LabelScores, ScoreBody, ScoreList
 from loraplex.router.api.vllm.control import PAUSE_QUERY, IsPaused, PauseState, WorldSize
 from loraplex.router.api.vllm.tokens import TokensAnswer, TokensBody
 

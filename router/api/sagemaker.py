@@ -16,7 +16,7 @@ from loraplex.router.api.openai.completions import CompletionsBody
 from loraplex.router.api.request.body import only_one_of
 from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
 from loraplex.router.api.request.known_elsewhere import ELSEWHERE, unsupported
-from loraplex.router.api.vectors import classify, embeddings, rerank, score
+from loraplex.router.api.vectors import fits, pooled
 
 ADAPTER_HEADER = "x-amzn-sagemaker-adapter-identifier"
 SESSION_HEADER = "x-amzn-sagemaker-session-id"
@@ -74,13 +74,13 @@ def _reader(
 ) -> Callable[[dict[str, Any], ApiLimits, str | None], ApiRequest] | None:
     """The parser of a body whose texts are read for numbers; None where answers are wanted."""
     if shape == "query":
-        return partial(rerank.parse_plain, version=1)
+        return partial(fits.parse_rerank, version=1)
     if shape in ("queries", "text_1", "data_1"):
-        return score.parse
+        return fits.parse_score
     if not ELSEWHERE["task"].asks_for_nothing(plain.get("task")):
-        return embeddings.parse_pooling
+        return pooled.parse_pooling
     if shape == "input" or (shape == "messages" and "text" not in limits.gives):
-        return classify.parse_plain if "classes" in limits.gives else embeddings.parse
+        return pooled.parse_classify if "classes" in limits.gives else pooled.parse_embeddings
     return None
 
 

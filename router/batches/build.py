@@ -2,10 +2,8 @@
 
 from pathlib import Path
 
-from loraplex.router.batches.claims import Claims
 from loraplex.router.batches.desk import BatchDesk
-from loraplex.router.batches.fleet_view import FleetView
-from loraplex.router.batches.folder import BatchFolder
+from loraplex.router.batches.folder import BatchFolder, Claims, FleetView
 from loraplex.router.batches.inside import InsideDoor
 from loraplex.router.batches.keeper import BatchKeeper
 from loraplex.router.batches.row_shares import RowShares

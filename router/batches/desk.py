@@ -23,8 +23,7 @@ from loraplex.router.batches.inside import InsideDoor
 from loraplex.router.batches.keeper import BatchKeeper
 from loraplex.router.batches.state import BatchState
 from loraplex.router.call import RequestError
-from loraplex.router.files.disk import off_loop
-from loraplex.router.files.store import FileStore
+from loraplex.router.files.store import FileStore, off_loop
 from loraplex.router.files.stored_file import BATCH_ID, FILE_ID, StorageLimits, new_id
 from loraplex.router.files.upload import Uploads
 from loraplex.router.tenancy.keys import Caller

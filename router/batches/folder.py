@@ -7,7 +7,9 @@ tenants/<tenant>/batches/<id>.json       its state, written by the router that r
                         /<id>.out.jsonl, <id>.errors.jsonl: answers, until it is over
 """
 
+import asyncio
 import contextlib
+import os
 from pathlib import Path
 
 import msgspec
@@ -15,9 +17,9 @@ import msgspec
 from loraplex.adapters.common.disk import lock_file
 from loraplex.router.batches.state import BatchState
 from loraplex.router.call import RequestError
-from loraplex.router.files.disk import names_in, read_if_there, write_whole
-from loraplex.router.files.store import FileStore
+from loraplex.router.files.store import FileStore, names_in, off_loop, read_if_there, write_whole
 from loraplex.router.files.stored_file import BATCH_ID, ids_of, is_id
+from loraplex.router.shared.store import Store, StoreDown
 
 MAX_OPEN = 100  # of a tenant
 MAX_KEPT = 1000
@@ -132,3 +134,120 @@ class BatchFolder:
 
     def _path(self, tenant: str, batch_id: str, ending: str) -> Path:
         return self._folder(tenant) / f"{batch_id}{ending}"
+
+
+LEASE_S = 10.0
+# A router that could not renew for so long runs nothing: another may take over soon after.
+_LOST_S = 6.0
+
+
+class Claims:
+    """Claims of this router on batches, so that no other router runs them: a lease in what routers
+    share, a lock in the folder. The lease decides between machines, the lock between processes that
+    share no store.
+    """
+
+    def __init__(self, store: Store, folder: BatchFolder, router_id: str) -> None:
+        self._store = store
+        self._folder = folder
+        self._me = router_id.encode()
+        self._locks: dict[str, int] = {}
+        self._renewed: dict[str, float] = {}
+
+    async def take(self, tenant: str, batch_id: str) -> bool:
+        """Claims a batch for this router. False = another router has it, or nobody can say who.
+        Raises RequestError of a disk."""
+        with contextlib.suppress(StoreDown):
+            if await self._lease(batch_id):
+                lock = await off_loop(self._folder.lock, tenant, batch_id)
+                if lock is not None:
+                    self._locks[batch_id] = lock
+                    self._renewed[batch_id] = _now()
+                    return True
+                await self._unlease(batch_id)
+        return False
+
+    async def renew(self, batch_id: str) -> bool:
+        """Renews the claim on a batch. False = it may be another's by now."""
+        try:
+            if not await self._lease(batch_id):
+                return False
+            self._renewed[batch_id] = _now()
+        except StoreDown:
+            return _now() - self._renewed[batch_id] < _LOST_S
+        return True
+
+    async def give_back(self, batch_id: str) -> None:
+        os.close(self._locks.pop(batch_id))
+        del self._renewed[batch_id]
+        with contextlib.suppress(StoreDown):
+            await self._unlease(batch_id)
+
+    async def _lease(self, batch_id: str) -> bool:
+        """Whether it is this router's now. Raises StoreDown."""
+        name = _name(batch_id)
+        if await self._store.swap(name, self._me, self._me, LEASE_S):
+            return True
+        return await self._store.add(name, self._me, LEASE_S) is None
+
+    async def _unlease(self, batch_id: str) -> None:
+        await self._store.swap(_name(batch_id), self._me, None, LEASE_S)
+
+
+def _name(batch_id: str) -> str:
+    return f"batches:{batch_id}"
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+_LEASE_S = 5.0
+_GROUP = "batch-routers"
+
+
+class RouterNote(msgspec.Struct, frozen=True, array_like=True):
+    """A router's note to the others about its batches. folder: the id that is kept in it."""
+
+    folder: str
+    live: bool
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(RouterNote).decode
+
+
+class FleetView:
+    """Other routers' notes about batches. others: what other routers said last. is_shared: whether
+    there can be others.
+    """
+
+    def __init__(self, store: Store, router_id: str, is_shared: bool) -> None:
+        self._store = store
+        self._router_id = router_id
+        self._is_shared = is_shared
+        self._others: list[RouterNote] = []
+
+    @property
+    def live(self) -> bool:
+        """Whether another router has live work."""
+        return any(note.live for note in self._others)
+
+    def has_other_folder(self, folder: str) -> bool:
+        return any(note.folder != folder for note in self._others)
+
+    async def tell(self, note: RouterNote) -> None:
+        """Sends a note to other routers, and reads theirs. Without a store nothing changes."""
+        if not self._is_shared:
+            return
+        with contextlib.suppress(StoreDown):
+            await self._store.lease(_GROUP, self._router_id, _encode(note), _LEASE_S)
+            notes = await self._store.leased(_GROUP)
+            self._others = [
+                _decode(value) for router, value in notes.items() if router != self._router_id
+            ]
+
+    async def leave(self) -> None:
+        if self._is_shared:
+            with contextlib.suppress(StoreDown):
+                await self._store.unlease(_GROUP, self._router_id)

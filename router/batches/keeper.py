@@ -6,14 +6,12 @@ import logging
 import time
 from collections.abc import Callable
 
-from loraplex.router.batches.claims import Claims
-from loraplex.router.batches.fleet_view import FleetView, RouterNote
+from loraplex.router.batches.folder import Claims, FleetView, RouterNote
 from loraplex.router.batches.row_shares import RowShares
 from loraplex.router.batches.run import BatchParts, BatchRun
 from loraplex.router.batches.state import BatchState
 from loraplex.router.call import RequestError
-from loraplex.router.files.disk import off_loop
-from loraplex.router.files.store import folder_id
+from loraplex.router.files.store import folder_id, off_loop
 from loraplex.router.files.stored_file import StoredAmount
 from loraplex.router.lines.errors import BatchError
 

@@ -21,13 +21,11 @@ from loraplex.router.batches.inside import InsideAnswer
 from loraplex.router.batches.row_shares import RowShares
 from loraplex.router.batches.state import BatchEnd, BatchState
 from loraplex.router.call import RequestError
-from loraplex.router.files.disk import off_loop
-from loraplex.router.files.store import FileStore
+from loraplex.router.files.store import FileStore, off_loop
 from loraplex.router.files.stored_file import StorageLimits
 from loraplex.router.lines.errors import BatchError
 from loraplex.router.lines.gate import Gate
-from loraplex.router.lines.index import BatchInput
-from loraplex.router.lines.journal import Journal
+from loraplex.router.lines.line_files import BatchInput, Journal
 from loraplex.router.lines.lines import BadLine, BatchRequest, LineRules
 from loraplex.router.lines.order import AdapterWindow, send_order
 from loraplex.router.lines.pace import BUSY, TOO_LONG, SendPace, pause_s

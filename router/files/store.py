@@ -4,22 +4,29 @@ tenants/<tenant>/files/<id>.json     what is known of a file; it is there once t
                       /<id>.jsonl    the content
                       /<id>.part     an upload under way
 tenants/<tenant>/batches/            see `loraplex.router.batches.folder`
-                /responses/, .lock   see `loraplex.router.files.disk_shelf`
+                /responses/<name>    values, as of a shelf
+                /responses.lock      of whoever replaces one
 """
 
+import asyncio
 import contextlib
+import errno
+import fcntl
+import functools
+import logging
 import os
 import secrets
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import msgspec
 
 from loraplex.adapters.common.disk import sync_path
 from loraplex.router.api.files_and_batches import FileObject
 from loraplex.router.call import RequestError
-from loraplex.router.files.disk import TEMPORARY, names_in, read_if_there, write_whole
 from loraplex.router.files.stored_file import (
     FILE_ID,
     StorageLimits,
@@ -27,6 +34,63 @@ from loraplex.router.files.stored_file import (
     ids_of,
     is_id,
 )
+from loraplex.router.policy.batch_limits import ResponsesLimits
+
+logger = logging.getLogger(__name__)
+
+TEMPORARY = ".tmp"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_RETRY_S = 30.0
+# Of their own: a slow disk must not keep threads from those who need none of it.
+_THREADS = ThreadPoolExecutor(8, "files")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+async def off_loop(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Runs `work` in a thread: a disk may be slow. Raises RequestError (unavailable) for one that
+    is full or broken, and what `work` raises."""
+    try:
+        call = functools.partial(work, *args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(_THREADS, call)
+    except OSError as error:
+        logger.error("--files-dir cannot be used: %s", error)
+        why = "is full" if error.errno in _FULL else "cannot be used"
+        message = f"the disk of --files-dir {why}; try again later"
+        raise RequestError("unavailable", message, retry_after_s=_RETRY_S) from error
+
+
+def write_whole(path: Path, content: bytes, durable: bool = True) -> None:
+    """Replaces a file's content in one step. durable: a crash undoes nothing. Raises OSError."""
+    written = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
+    try:
+        written.write_bytes(content)
+        if durable:
+            sync_path(written)
+        written.rename(path)
+    except OSError:
+        written.unlink(missing_ok=True)
+        raise
+    if durable:
+        sync_path(path.parent)
+
+
+def read_if_there(path: Path) -> bytes | None:
+    """Reads a file; None where there is none. Raises OSError."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+
+
+def names_in(folder: Path) -> list[str]:
+    """The names in a folder; empty when the folder is not there. Raises OSError."""
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
+
 
 _NOBODY = "_"  # no tenant's name begins so
 _NOTE, _CONTENT, _PART = ".json", ".jsonl", ".part"
@@ -149,3 +213,53 @@ def folder_id(root: Path) -> str:
         made.unlink()
         said = path.read_bytes()
     return said.decode()
+
+
+class DiskShelf:
+    """A Shelf on disk. Raises RequestError (unavailable) of the disk."""
+
+    def __init__(self, files: FileStore) -> None:
+        self._files = files
+
+    async def shelved(self, tenant: str, name: str) -> bytes:
+        path = self._files.folder(tenant, "responses") / name
+        return await off_loop(read_if_there, path) or b""
+
+    async def shelve(
+        self, tenant: str, name: str, old: bytes, new: bytes, limits: ResponsesLimits, least: str
+    ) -> bool:
+        path = self._files.folder(tenant, "responses") / name
+
+        def replace() -> bool:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.parent.with_suffix(".lock").open("wb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if (read_if_there(path) or b"") != old:
+                    return False
+                if new:
+                    write_whole(path, new)
+                else:
+                    path.unlink(missing_ok=True)
+            self._trim(tenant, limits, least, name)
+            return True
+
+        return await off_loop(replace)
+
+    def sweep(self, limits: ResponsesLimits, least: str) -> None:
+        for tenant in self._files.tenants():
+            self._trim(tenant, limits, least)
+
+    def _trim(self, tenant: str, limits: ResponsesLimits, least: str, stays: str = "") -> None:
+        folder, count, nbytes = self._files.folder(tenant, "responses"), 0, 0
+        for name in sorted(names_in(folder), reverse=True):
+            path = folder / name
+            with contextlib.suppress(FileNotFoundError):
+                about = path.stat()
+                if name.endswith(TEMPORARY):  # it is being written, or its router died
+                    goes = about.st_mtime < time.time() - limits.keep_s
+                else:
+                    count, nbytes = count + 1, nbytes + about.st_size
+                    fits = count <= limits.tenant_count and nbytes <= limits.tenant_bytes
+                    goes = name != stays and not (fits and name >= least)
+                if goes:
+                    path.unlink()

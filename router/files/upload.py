@@ -13,7 +13,6 @@ from starlette.requests import Request
 from loraplex.router.api.files_and_batches import FORM_FIELDS, FileObject, parse_form
 from loraplex.router.api.request.body import require
 from loraplex.router.call import RequestError
-from loraplex.router.files.disk import off_loop
 from loraplex.router.files.multipart import (
     FormError,
     FormEvent,
@@ -22,7 +21,7 @@ from loraplex.router.files.multipart import (
     PartContent,
     boundary_of,
 )
-from loraplex.router.files.store import FileStore
+from loraplex.router.files.store import FileStore, off_loop
 from loraplex.router.files.stored_file import FILE_ID, StorageLimits, name_of, new_id
 from loraplex.router.http.body import ClientGone
 from loraplex.router.policy.batch_limits import FilesLimits

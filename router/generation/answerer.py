@@ -28,9 +28,8 @@ from loraplex.router.call import (
     PromptInfo,
     RequestError,
 )
-from loraplex.router.generation.dispatcher import Dispatcher
+from loraplex.router.generation.dispatcher import ArrivedRequest, Dispatcher, Parse
 from loraplex.router.generation.generation import Generation, Part
-from loraplex.router.generation.way_in import ArrivedRequest, Parse
 from loraplex.router.http.body import BodyLimits, read_json_body
 from loraplex.router.http.long_answer import LongAnswer
 from loraplex.router.http.sse import EventStream, until_disconnect

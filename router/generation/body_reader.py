@@ -11,8 +11,7 @@ from loraplex.router.call import AdapterChoice, Api, GenerationCall, MergedChoic
 from loraplex.router.failures import as_request_errors
 from loraplex.router.names.catalog import CatalogRules
 from loraplex.router.tenancy.keys import Caller
-from loraplex.router.workers.base_model import BaseModel
-from loraplex.router.workers.bases import Bases
+from loraplex.router.workers.bases import BaseModel, Bases
 
 T = TypeVar("T")
 # `parse` of an API's module: body, limits, the value of `Authorization: Bearer …`.

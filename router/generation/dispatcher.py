@@ -1,4 +1,5 @@
-"""A generation request's way in: from its body to sequences that wait for workers."""
+"""A generation request's way in: from its body to sequences that wait for workers, with the value
+of each step."""
 
 import asyncio
 import math
@@ -14,13 +15,14 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from loraplex.adapters.errors import AdapterError
-from loraplex.router.api.request.formatter import ApiRequest
+from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
 from loraplex.router.api.request.pictures import check_given, without_pictures
 from loraplex.router.call import (
     DIGEST_HEADER,
     AdapterChoice,
     AnswerHead,
     GenerationCall,
+    MergedChoice,
     RequestError,
     adapter_field,
 )
@@ -28,21 +30,21 @@ from loraplex.router.config import RouterConfig
 from loraplex.router.failures import Aborted, RequestQuarantined, Stopping, as_request_errors
 from loraplex.router.generation.body_reader import BodyReader, Read, Unread
 from loraplex.router.generation.generation import Generation
-from loraplex.router.generation.inbox import Inbox
 from loraplex.router.generation.prompts import Prompt
-from loraplex.router.generation.sequence import BYTES_A_TOKEN, Retries, RunContext, fingerprint
-from loraplex.router.generation.tokenise import TokenisedRequest, Tokeniser
-from loraplex.router.generation.vector_kinds import check_early, check_kind
-from loraplex.router.generation.way_in import (
-    AdmittedRequest,
-    ArrivedRequest,
-    AuthorisedRequest,
-    ResolvedRequest,
+from loraplex.router.generation.sequence import (
+    BYTES_A_TOKEN,
+    Inbox,
+    Retries,
+    RunContext,
+    fingerprint,
 )
+from loraplex.router.generation.tokenise import TokenisedRequest, Tokeniser
+from loraplex.router.generation.vectors import check_early, check_kind
 from loraplex.router.names.catalog import Catalog
 from loraplex.router.names.served import ServedAdapter
 from loraplex.router.names.use import AdapterUse
 from loraplex.router.pictures.held import HeldPictures
+from loraplex.router.policy.queue.queue_limits import Promise
 from loraplex.router.policy.queue.waiting import WaitingQueue
 from loraplex.router.policy.rollout import sticky_value
 from loraplex.router.telemetry.observer import RequestObserver
@@ -52,9 +54,78 @@ from loraplex.router.tenancy.scope import check_scope
 from loraplex.router.tenancy.usage import OTHER
 from loraplex.router.text.model import TextModel
 from loraplex.router.text.stops import BYTES_A_CHARACTER
-from loraplex.router.workers.base_model import BaseModel
-from loraplex.router.workers.bases import Bases
+from loraplex.router.workers.bases import BaseModel, Bases
 from loraplex.router.workers.fleet import Fleet
+
+# `parse` of an API's module: body, limits, the value of `Authorization: Bearer …`.
+Parse = Callable[[bytes, ApiLimits, str | None], ApiRequest]
+
+
+class ArrivedRequest(msgspec.Struct, frozen=True):
+    """A request whose body is here. parse: of its API. bearer: for sources of adapters; None =
+    there is none, or it is a key. session: the caller's, which had better run on one worker; "" =
+    none.
+    """
+
+    request_id: str
+    caller: Caller
+    body: bytes
+    parse: Parse
+    bearer: str | None = None
+    session: str = ""
+
+
+class AuthorisedRequest(msgspec.Struct, frozen=True):
+    """A request that its caller may make. adapter: as this caller has it. session: as it came."""
+
+    request_id: str
+    caller: Caller
+    call: GenerationCall
+    adapter: AdapterChoice | MergedChoice | None
+    session: str = ""
+
+    @property
+    def tenant(self) -> str:
+        return self.caller.tenant
+
+    @property
+    def priority(self) -> int:
+        """Priority of the request: lower goes first."""
+        return self.caller.priority + self.call.priority
+
+
+class ResolvedRequest(msgspec.Struct, frozen=True):
+    """The present meaning of a request's names.
+
+    adapter: None = the base. model: as it is under the adapter.
+    """
+
+    model: TextModel
+    adapter: ServedAdapter | None
+
+    @classmethod
+    def of(cls, model: TextModel, adapter: ServedAdapter | None) -> "ResolvedRequest":
+        """A resolved request; its model has the adapter's classes. model: of the base."""
+        classes = None if adapter is None else adapter.manifest.classes
+        return cls(model if classes is None else model.under(classes), adapter)
+
+    @property
+    def digest(self) -> str | None:
+        """Digest of the adapter; None for the base."""
+        return None if self.adapter is None else self.adapter.digest
+
+    @property
+    def acting(self) -> str | None:
+        """Adapter that acts, as in `GenerateRequest.acting`."""
+        return None if self.adapter is None else self.adapter.acting
+
+
+class AdmittedRequest(msgspec.Struct, frozen=True):
+    """A request that may run. head: of its answer. room: in the queue, for all its sequences."""
+
+    head: AnswerHead
+    room: Promise
+
 
 # Of the requests that are answered at once: the part of one tenant, where callers have keys, and of
 # all batches together.

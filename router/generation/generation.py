@@ -32,10 +32,9 @@ from loraplex.router.failures import (
     is_excused,
     request_error,
 )
-from loraplex.router.generation.inbox import Arrival
-from loraplex.router.generation.sequence import RunContext, SequenceRun
+from loraplex.router.generation.sequence import Arrival, RunContext, SequenceRun
 from loraplex.router.generation.tokenise import PromptTask, TokenisedRequest
-from loraplex.router.generation.vector_answers import VectorStream, numbers_of
+from loraplex.router.generation.vectors import VectorStream, numbers_of
 from loraplex.router.parts.division import DividedAnswer, Division
 from loraplex.router.telemetry.observer import RequestObserver, SequenceObserver
 from loraplex.router.text.detokenizer import Detokenizer

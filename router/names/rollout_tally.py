@@ -10,8 +10,7 @@ from typing import Literal
 
 from loraplex.router.names.registration import Registration
 from loraplex.router.policy.guards import GuardSample, Measured, breach, bucket_of
-from loraplex.router.policy.rollout import MAX_WINDOW_S, Rollout
-from loraplex.router.policy.score_test import NO_SCORES, ScorePair, Scores
+from loraplex.router.policy.rollout import MAX_WINDOW_S, NO_SCORES, Rollout, ScorePair, Scores
 from loraplex.router.shared.store import Store, StoreDown
 
 SLICE_S = 10

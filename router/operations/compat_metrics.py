@@ -17,8 +17,7 @@ from loraplex.router.names.aliases import Aliases
 from loraplex.router.names.use import AdapterUse
 from loraplex.router.policy.rollout import HeldContent
 from loraplex.router.telemetry.metrics import RouterMetrics
-from loraplex.router.workers.base_model import BaseModel
-from loraplex.router.workers.bases import Bases
+from loraplex.router.workers.bases import BaseModel, Bases
 from loraplex.router.workers.fleet import Fleet
 from loraplex.server.protocol import WorkerStatus
 

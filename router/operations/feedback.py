@@ -8,7 +8,7 @@ from loraplex.router.call import RequestError
 from loraplex.router.names.aliases import Aliases
 from loraplex.router.names.judged_requests import KEPT_S, JudgedRequest, JudgedRequests, key_of
 from loraplex.router.names.rollout_tally import Outcomes
-from loraplex.router.policy.score_test import Counted
+from loraplex.router.policy.rollout import Counted
 from loraplex.router.shared.store import Store, StoreDown
 from loraplex.router.telemetry.metrics import RouterMetrics
 from loraplex.router.tenancy.keys import Caller

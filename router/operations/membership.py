@@ -3,7 +3,7 @@
 from loraplex.router.background import Background
 from loraplex.router.operations.admin import AdapterAdmin
 from loraplex.router.workers.bases import Bases
-from loraplex.router.workers.roster import Roster
+from loraplex.router.workers.fleet import Roster
 from loraplex.router.workers.session import WorkerSession
 from loraplex.server.protocol import ModelCard, WorkerHello
 

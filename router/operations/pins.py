@@ -4,7 +4,7 @@ import contextlib
 
 from loraplex.router.names.aliases import Aliases
 from loraplex.router.policy.rollout import HeldContent
-from loraplex.router.workers.roster import Roster
+from loraplex.router.workers.fleet import Roster
 from loraplex.router.workers.session import WorkerLost
 
 

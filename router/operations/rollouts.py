@@ -1,13 +1,20 @@
-"""Carries out rollouts: resolves and judges versions, shifts shares, and takes them back."""
+"""Carries out rollouts: resolves and judges versions, warms them, shifts shares, and takes worse
+ones back.
+
+One router of those that share a store advances them for all, by a lease. If two act at the same
+time, the table's revisions decide which one counts. While the store is away each judges alone.
+"""
 
 import asyncio
+import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
 from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.ref import AdapterRef, format_ref, parse_ref
+from loraplex.router.names.aliases import Aliases
 from loraplex.router.names.owned_name import OwnedName
 from loraplex.router.names.registration import Registration, RolloutRequest
 from loraplex.router.names.rollout_moves import (
@@ -26,7 +33,15 @@ from loraplex.router.names.rollout_moves import (
     to_promote,
     with_shares,
 )
+from loraplex.router.names.rollout_tally import (
+    Read,
+    ReadScores,
+    RolloutTally,
+    breaches,
+    no_scores,
+)
 from loraplex.router.operations.admin import AdapterAdmin
+from loraplex.router.policy.guards import Measurements, Verdict, judged
 from loraplex.router.policy.rollout import (
     Content,
     Declared,
@@ -36,6 +51,9 @@ from loraplex.router.policy.rollout import (
     Rollout,
     Version,
 )
+from loraplex.router.shared.replica import every
+from loraplex.router.shared.store import Store, StoreDown
+from loraplex.router.tenancy.records import AuditRecord
 
 GUARD = "guard"
 BY_OPERATOR = "an operator took it back"
@@ -209,3 +227,203 @@ class Rollouts:
 
 def _held(registration: Registration) -> HeldContent | None:
     return None if registration.content is None else registration.content.held
+
+
+class _Verdict(msgspec.Struct):
+    """Verdict of a guard on a rollout. before: the rollout as all know it. why: by digest of what
+    was taken back of it.
+    """
+
+    before: Rollout
+    why: dict[str, str]
+
+
+class LoneGuard:
+    """Judges rollouts for this router alone. audit: hears which version was taken back, and why."""
+
+    def __init__(
+        self,
+        aliases: Aliases,
+        rollouts: Rollouts,
+        tally: RolloutTally,
+        audit: Callable[[OwnedName, str], None],
+    ) -> None:
+        self._aliases = aliases
+        self._rollouts = rollouts
+        self._tally = tally
+        self._audit = audit
+        self._verdicts: dict[OwnedName, _Verdict] = {}
+
+    async def judge(self, rolling: Iterable[Registration]) -> None:
+        for registration in rolling:
+            async for digest, why in breaches(registration, self._tally.read_own, no_scores):
+                note = f"{why}; counted by one router, without Redis"
+                assert registration.rollout is not None
+                self._take_back(registration.key, registration.rollout, digest, note)
+
+    async def report(self) -> None:
+        """Makes its verdicts everybody's where all is as it was judged. Raises StoreDown.
+
+        Who has set shares in the meantime has judged it, too, and what was counted is reported
+        anyway.
+        """
+        if self._verdicts:
+            await self._aliases.refresh()
+        for name, verdict in list(self._verdicts.items()):
+            there = self._aliases.get(name)
+            if there is not None and there.rollout == verdict.before:  # the row was written anew
+                for digest, why in verdict.why.items():
+                    self._rollouts.take_back_here(name, digest, why)
+            elif there is None or not self._is_kept(there, verdict):
+                del self._verdicts[name]
+                continue
+            try:
+                await self._rollouts.report(name, verdict.before)
+            except AdapterError as error:
+                logger.warning(
+                    "adapter %s: its rollback is not reported yet: %s", name, error.message
+                )
+            else:
+                del self._verdicts[name]
+
+    def _is_kept(self, there: Registration, verdict: _Verdict) -> bool:
+        if there.rollout is None or there.rollout.id != verdict.before.id:
+            return False
+        back = {v.digest: v.why for v in there.rollout.versions if v.rolled_back}
+        return all(back.get(digest) == why for digest, why in verdict.why.items())
+
+    def _take_back(self, name: OwnedName, before: Rollout, digest: str, why: str) -> None:
+        self._rollouts.take_back_here(name, digest, why)
+        self._verdicts.setdefault(name, _Verdict(before, {})).why[digest] = why
+        logger.error("adapter %s: %.12s is rolled back here: %s", name, digest, why)
+        self._audit(name, why)
+
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 1.0
+LEASE_S = 5.0
+_RETRY_S = 2.0
+_KEY = "rollouts:keeper"
+
+
+class RolloutKeeper:
+    """Leads the rollouts, if no other router does: it warms versions, and takes back those that do
+    badly. clock: Unix seconds. audit: hears of what is done without an operator.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        router_id: str,
+        aliases: Aliases,
+        rollouts: Rollouts,
+        tally: RolloutTally,
+        audit: Callable[[AuditRecord], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._store = store
+        self._me = router_id.encode()
+        self._aliases = aliases
+        self._rollouts = rollouts
+        self._tally = tally
+        self._audit = audit
+        self._clock = clock
+        self._alone = LoneGuard(aliases, rollouts, tally, self._note)
+        self._warming: dict[OwnedName, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Leads the rollouts until cancelled."""
+        try:
+            await every(TICK_S, self.step)
+        finally:
+            for task in self._warming.values():
+                task.cancel()
+            await asyncio.gather(*self._warming.values(), return_exceptions=True)
+
+    async def step(self) -> None:
+        """Judges each rollout, if this router leads. Raises StoreDown, and then has judged by what
+        this router saw.
+        """
+        try:
+            await self._tally.flush()
+            await self._alone.report()
+            leads = bool(self._rolling()) and await self._leads()
+        except StoreDown:
+            await self._alone.judge(self._rolling())
+            raise
+        for registration in self._rolling() if leads else ():
+            if registration.key not in self._warming:
+                self._start_warming(registration)
+            await self._judge(registration)
+
+    async def measured(self, registration: Registration) -> Measurements:
+        """Measurements in the guards' window; by this router alone while there is no Redis."""
+        try:
+            return await self._measured(registration, self._tally.read, self._tally.scores)
+        except StoreDown:
+            own = await self._measured(registration, self._tally.read_own, no_scores)
+            return msgspec.structs.replace(own, of_all=False)
+
+    async def _measured(
+        self, registration: Registration, read: Read, read_scores: ReadScores
+    ) -> Measurements:
+        rollout, digest = registration.rollout, registration.digest or ""
+        if rollout is None:
+            return Measurements({}, {})
+        window_s = (rollout.guards or Guards()).window_s
+        versions = {digest: await read(rollout.id, digest, window_s, 0)}
+        verdicts: dict[str, Verdict] = {}
+        scores = await read_scores(rollout)
+        for version in rollout.versions:
+            new = await read(rollout.id, version.digest, window_s, version.since)
+            versions[version.digest] = new
+            if rollout.guards is not None and version.live:
+                old = await read(rollout.id, digest, window_s, version.since)
+                pair = scores[version.digest]
+                verdicts[version.digest] = judged(rollout.guards, old, new, pair)
+        return Measurements(versions, verdicts, scores=scores)
+
+    def _rolling(self) -> list[Registration]:
+        return [r for r in self._aliases.marked("rollout") if r.state == "ready"]
+
+    def _start_warming(self, registration: Registration) -> None:
+        name, rollout = registration.key, registration.rollout
+        if rollout is not None and rollout.is_warming:
+            task = self._warming[name] = asyncio.create_task(self._warm(registration))
+            task.add_done_callback(lambda _: self._warming.pop(name, None))
+
+    async def _leads(self) -> bool:
+        there = await self._store.add(_KEY, self._me, LEASE_S)
+        if there is None:
+            return True
+        return there == self._me and await self._store.swap(_KEY, self._me, self._me, LEASE_S)
+
+    async def _warm(self, registration: Registration) -> None:
+        try:
+            await self._rollouts.warm(registration.key)
+        except AdapterError as error:
+            if error.code != "conflict":
+                note = f"not warm yet: {error.message}"
+                self._aliases.note(registration, msgspec.structs.replace(registration, error=note))
+            await asyncio.sleep(_RETRY_S)
+
+    async def _judge(self, registration: Registration) -> None:
+        async for digest, why in breaches(registration, self._tally.read, self._tally.scores):
+            there = self._aliases.get(registration.key)
+            # An operator may have set shares anew while the counts were read.
+            if there is not None and there.rollout == registration.rollout:
+                await self._roll_back(registration.key, digest, why)
+
+    async def _roll_back(self, name: OwnedName, digest: str, why: str) -> None:
+        try:
+            await self._rollouts.roll_back(name, digest, why, GUARD)
+        except AdapterError as error:
+            logger.error("adapter %s: %.12s is not rolled back: %s", name, digest, error.message)
+            return
+        logger.error("adapter %s: %.12s is rolled back: %s", name, digest, why)
+        self._note(name, why)
+
+    def _note(self, name: OwnedName, why: str) -> None:
+        action = f"rollback by guard: {why}"
+        self._audit(AuditRecord(self._clock(), action, name.name, name.tenant, 200, "", ""))

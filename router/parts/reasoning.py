@@ -2,8 +2,7 @@
 
 import msgspec
 
-from loraplex.router.parts.parts import PartsReader
-from loraplex.router.parts.scan import Scan, Steps, StepsReader
+from loraplex.router.parts.parts import PartsReader, Scan, Steps, StepsReader
 
 _NEWLINES = "\r\n"
 # Tokens of gpt-oss.

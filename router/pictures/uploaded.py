@@ -1,8 +1,7 @@
 """Pictures that requests name by the ids of uploaded files, of the same tenant alone."""
 
 from loraplex.router.call import RequestError
-from loraplex.router.files.disk import off_loop, read_if_there
-from loraplex.router.files.store import FileStore
+from loraplex.router.files.store import FileStore, off_loop, read_if_there
 from loraplex.server.protocol import MAX_PICTURE_BYTES
 
 _PURPOSES = ("vision", "user_data")

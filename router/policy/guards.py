@@ -9,8 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from loraplex.router.policy.rollout import Guards
-from loraplex.router.policy.score_test import NO_SCORES, ScorePair
+from loraplex.router.policy.rollout import NO_SCORES, Guards, ScorePair
 
 _BASE = math.log(1.1)
 _SHORTEST_S = 1e-4

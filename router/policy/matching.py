@@ -3,10 +3,8 @@
 from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-from loraplex.router.policy.placement.placement import MISSES, Decision, Placer
-from loraplex.router.policy.placement.workers import WorkerView
-from loraplex.router.policy.queue.cost import Bill, load_price
-from loraplex.router.policy.queue.waiting import Waiting, WaitingQueue
+from loraplex.router.policy.placement.placement import MISSES, Decision, Placer, WorkerView
+from loraplex.router.policy.queue.waiting import Bill, Waiting, WaitingQueue, load_price
 
 T = TypeVar("T")
 

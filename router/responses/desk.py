@@ -31,8 +31,7 @@ from loraplex.router.api.responses.stored import (
 from loraplex.router.background import Background
 from loraplex.router.batches.inside import InsideDoor
 from loraplex.router.call import AnswerHead, RequestError
-from loraplex.router.files.disk import off_loop
-from loraplex.router.files.disk_shelf import DiskShelf
+from loraplex.router.files.store import DiskShelf, off_loop
 from loraplex.router.files.stored_file import RESPONSE_ID, is_id, new_id
 from loraplex.router.generation.answerer import Answerer
 from loraplex.router.generation.body_reader import Unread

@@ -14,23 +14,22 @@ from starlette.types import ASGIApp, Lifespan
 from loraplex.router.api.admin.pages import LIST_QUERY
 from loraplex.router.api.admin.uploads import UPLOAD_QUERY
 from loraplex.router.api.errors import Dialect, ErrorAnswer, dialect_of_path, error_answer
+from loraplex.router.api.feedback import feedback_object, parse_feedback
 from loraplex.router.api.missing_routes import hint
 from loraplex.router.api.vllm.control import PAUSE_QUERY
 from loraplex.router.batches.desk import running_batches
 from loraplex.router.call import Cause, RequestError
-from loraplex.router.http.body import CLIENT_GONE_STATUS, ClientGone
+from loraplex.router.http.body import CLIENT_GONE_STATUS, BodyLimits, ClientGone, read_json_body
 from loraplex.router.http.by_port import ByPort
 from loraplex.router.http.edge import Edge
 from loraplex.router.http.intake import Intake
 from loraplex.router.routes.adapters import AdapterRoutes
 from loraplex.router.routes.console import ConsoleRoutes
-from loraplex.router.routes.feedback import FeedbackRoute
 from loraplex.router.routes.files import FileRoutes
-from loraplex.router.routes.generate import GenerateRoutes
-from loraplex.router.routes.info import FleetRoute, InfoRoutes, SglangRoutes
+from loraplex.router.routes.generate import GenerateRoutes, ResponseRoutes
+from loraplex.router.routes.info import FleetRoute, InfoRoutes, SglangRoutes, json_response
 from loraplex.router.routes.keys import KeyRoutes, UsageRoutes
-from loraplex.router.routes.operator import Endpoint, OperatorRoutes, with_api_key
-from loraplex.router.routes.responses import ResponseRoutes
+from loraplex.router.routes.operator import MAX_BODY_BYTES, Endpoint, OperatorRoutes, with_api_key
 from loraplex.router.routes.tokenize import TokenizeRoutes
 from loraplex.router.routes.trainers import TrainerRoutes
 from loraplex.router.service import Service
@@ -38,6 +37,23 @@ from loraplex.router.shared.store import StoreDown
 from loraplex.router.telemetry.caller_errors import CallerErrors
 from loraplex.router.telemetry.metrics import GENERATION_PATHS
 from loraplex.router.telemetry.request_log import RequestLog
+
+
+class FeedbackRoute:
+    """Callers need a key where generations need one."""
+
+    def __init__(self, service: Service) -> None:
+        self._tenancy = service.tenancy
+        self._feedback = service.feedback
+        self._body_limits = BodyLimits(MAX_BODY_BYTES, service.config.body_timeout_s)
+
+    async def answer(self, request: Request) -> Response:
+        """Takes one score. Raises RequestError, StoreDown."""
+        caller = await self._tenancy.identify(request.headers.get("authorization"))
+        said = parse_feedback(await read_json_body(request, self._body_limits))
+        counted = await self._feedback.take(caller, said.request_id, said.score)
+        return json_response(feedback_object(said.request_id, counted))
+
 
 # A few milliseconds of an event loop's iteration.
 _BEGIN_AT_ONCE = 16

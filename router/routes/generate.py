@@ -1,7 +1,7 @@
-"""The routes that generate text or give numbers of texts: each finds the shape of a body, and
-`Answerer` does the rest."""
+"""The routes that generate text or give numbers of texts, and those of stored answers: each finds
+the shape of a body, and `Answerer` does the rest."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -11,20 +11,26 @@ from starlette.responses import RedirectResponse, Response
 from loraplex.router.api import cohere_chat, sagemaker
 from loraplex.router.api.about import LOAD_FORMAT, load_headers
 from loraplex.router.api.errors import Dialect
+from loraplex.router.api.files_and_batches import parse_list
 from loraplex.router.api.lorax import request as lorax
 from loraplex.router.api.messages import request as messages
 from loraplex.router.api.openai import chat, completions
-from loraplex.router.api.request.body import decode_plain
+from loraplex.router.api.request.body import check_no_fields, check_query, decode_plain
 from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
+from loraplex.router.api.responses import request as responses
+from loraplex.router.api.responses import stored
 from loraplex.router.api.sglang import generate as sglang
 from loraplex.router.api.sglang import lmdeploy
-from loraplex.router.api.vectors import classify, cohere, embed, embeddings, rerank, score
+from loraplex.router.api.vectors import cohere, embed, fits, pooled
 from loraplex.router.api.vllm import tokens
+from loraplex.router.call import RequestError
 from loraplex.router.generation.answerer import PartsOf
-from loraplex.router.generation.way_in import Parse
+from loraplex.router.generation.dispatcher import Parse
+from loraplex.router.http.body import read_json_body
 from loraplex.router.http.sse import takes_events
 from loraplex.router.operations.compat_metrics import kv_usage, waiting
-from loraplex.router.routes.info import InfoRoutes
+from loraplex.router.responses.desk import ResponseDesk
+from loraplex.router.routes.info import InfoRoutes, json_response
 from loraplex.router.routes.operator import Endpoint
 from loraplex.router.service import Service
 
@@ -47,15 +53,15 @@ class GenerateRoutes:
         self.messages = self._fixed(messages.parse)
         self.chat_of_cohere = self._fixed(cohere_chat.parse)
         self._generate_or_stream = self._fixed(partial(lorax.parse, route="/"))
-        self.embeddings = self._plain(embeddings.parse)
+        self.embeddings = self._plain(pooled.parse_embeddings)
         self.embed = self._fixed(embed.parse)
-        self.classify = self._plain(classify.parse_plain, _dialect_of_classify)
-        self.classify_batch = self._fixed(classify.parse_batch)
-        self.pooling = self._plain(embeddings.parse_pooling)
+        self.classify = self._plain(pooled.parse_classify, _dialect_of_classify)
+        self.classify_batch = self._fixed(pooled.parse_classify_batch)
+        self.pooling = self._plain(pooled.parse_pooling)
         self.embed_of_cohere = self._plain(cohere.parse)
         self.score = self._plain(_score)
-        self.rerank = self._plain(partial(rerank.parse_plain, version=1), _dialect_of_rerank)
-        of_cohere = partial(rerank.parse_plain, version=2)
+        self.rerank = self._plain(partial(fits.parse_rerank, version=1), _dialect_of_rerank)
+        of_cohere = partial(fits.parse_rerank, version=2)
         self.rerank_of_cohere = self._plain(of_cohere, _dialect_of_rerank)
 
     async def root(self, request: Request) -> Response:
@@ -151,15 +157,66 @@ def _dialect_of_invocation(plain: dict[str, Any]) -> Dialect:
 
 
 def _dialect_of_classify(plain: dict[str, Any]) -> Dialect:
-    return "lorax" if classify.shape_of(plain) == "inputs" else "openai"
+    return "lorax" if pooled.shape_of(plain) == "inputs" else "openai"
 
 
 def _dialect_of_rerank(plain: dict[str, Any]) -> Dialect:
-    return "lorax" if rerank.shape_of(plain) == "texts" else "openai"
+    return "lorax" if fits.shape_of(plain) == "texts" else "openai"
 
 
 def _score(plain: dict[str, Any], limits: ApiLimits, bearer: str | None) -> ApiRequest:
     """Parses vLLM's shape or SGLang's."""
     if plain.get("label_token_ids") is not None:
-        return score.parse_labels(plain, limits, bearer)
-    return score.parse(plain, limits, bearer)
+        return fits.parse_labels(plain, limits, bearer)
+    return fits.parse_score(plain, limits, bearer)
+
+
+# Takes the tenant, and the answer's id.
+Answer = Callable[[ResponseDesk, str, str, Request], Awaitable[Any]]
+
+
+class ResponseRoutes:
+    """Each attribute answers one route."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self.one = self._asked(_one)
+        self.cancel = self._asked(_cancel)
+        self.items = self._asked(_items, "limit", "order", "after")
+
+    async def create(self, request: Request) -> Response:
+        desk = self._service.responses
+        if desk is None:
+            return await answered(self._service, request, responses.parse)
+        return await self._service.idempotency.answer(request, desk.answer)
+
+    def _asked(self, answer: Answer, *query: str) -> Endpoint:
+        async def endpoint(request: Request) -> Response:
+            check_query(request.query_params.multi_items(), query)
+            service = self._service
+            caller = await service.tenancy.identify(request.headers.get("authorization"))
+            if service.responses is None:
+                message = "no answers are stored: the router was started without --responses-keep-s"
+                raise RequestError("not_served", message)
+            check_no_fields(await read_json_body(request, service.answerer.body_limits), ())
+            name = request.path_params["id"]
+            return json_response(await answer(service.responses, caller.tenant, name, request))
+
+        return endpoint
+
+
+async def _one(desk: ResponseDesk, tenant: str, name: str, request: Request) -> Any:
+    if request.method == "DELETE":
+        await desk.delete(tenant, name)
+        return stored.DeletedResponse(name)
+    return (await desk.get(tenant, name)).answer
+
+
+async def _cancel(desk: ResponseDesk, tenant: str, name: str, request: Request) -> Any:
+    return (await desk.cancel(tenant, name)).answer
+
+
+async def _items(desk: ResponseDesk, tenant: str, name: str, request: Request) -> Any:
+    usual, most = stored.USUAL_ITEMS_LISTED, stored.MAX_ITEMS_LISTED
+    query = parse_list(request.query_params, usual, most)
+    return stored.page_of_items((await desk.get(tenant, name)).items, query)

@@ -36,7 +36,7 @@ from loraplex.router.routes.operator import AdminGate
 from loraplex.router.service import Service
 from loraplex.router.tenancy.keys import Caller
 from loraplex.router.version import VERSION
-from loraplex.router.workers.base_model import BaseModel
+from loraplex.router.workers.bases import BaseModel
 
 _RETRY = {"retry-after": "2"}
 T = TypeVar("T")

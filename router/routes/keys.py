@@ -9,25 +9,23 @@ from starlette.responses import Response
 from loraplex.router.api.admin.adapters import parse_tenant
 from loraplex.router.api.admin.keys import (
     AuditList,
+    BucketQuery,
+    CompletionsPage,
+    CostPage,
     DeletedKey,
     KeyList,
     NewKeyObject,
     RecordList,
     UsageList,
+    completions_bucket,
+    cost_bucket,
     key_object,
+    parse_buckets,
     parse_change,
     parse_count,
     parse_create,
     parse_days,
     parse_rotate,
-)
-from loraplex.router.api.admin.organization import (
-    BucketQuery,
-    CompletionsPage,
-    CostPage,
-    completions_bucket,
-    cost_bucket,
-    parse_buckets,
 )
 from loraplex.router.api.request.body import check_query
 from loraplex.router.call import RequestError

@@ -5,14 +5,23 @@ of a row wins, so their order does not matter. Deleted rows stay as empty ones.
 """
 
 import asyncio
+import contextlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Generic, Protocol, TypeVar
 
 from loraplex.adapters.common.newest import NewestKept
-from loraplex.router.shared.every import every
-from loraplex.router.shared.store import Row, Store, TableFull, life_of
+from loraplex.router.shared.store import Row, Store, StoreDown, TableFull, life_of
 from loraplex.router.shared_tasks import SharedTasks
+
+
+async def every(period_s: float, work: Callable[[], Awaitable[object]]) -> None:
+    """Does some work again and again, until cancelled. While the store is down it is tried anew."""
+    while True:
+        with contextlib.suppress(StoreDown):
+            await work()
+        await asyncio.sleep(period_s)
+
 
 REFRESH_S = 1.0
 # Rows that are taken over before others have their turn: about 10 ms.

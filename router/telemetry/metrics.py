@@ -20,8 +20,7 @@ from loraplex.router.names.judged_requests import JudgedRequests
 from loraplex.router.names.rollout_tally import Outcomes
 from loraplex.router.policy.front_door import Cut
 from loraplex.router.policy.placement.placement import Reason
-from loraplex.router.policy.rollout import RolledBackBy
-from loraplex.router.policy.score_test import Counted
+from loraplex.router.policy.rollout import Counted, RolledBackBy
 from loraplex.router.telemetry.top_adapters import TopAdapters
 from loraplex.server.protocol import ErrorCode
 

@@ -7,8 +7,8 @@ from collections import deque
 
 import msgspec
 
-from loraplex.router.shared.every import every
 from loraplex.router.shared.records import readable
+from loraplex.router.shared.replica import every
 from loraplex.router.shared.store import Store, StoreDown
 from loraplex.router.tenancy.records import AuditRecord
 

@@ -15,8 +15,17 @@ from loraplex.router.call import RequestError
 from loraplex.router.file_stamp import stamp_of
 from loraplex.router.shared.replica import Conflict, Replica
 from loraplex.router.shared.store import Store, StoreDown, TableFull
-from loraplex.router.tenancy.keys import KEY_PREFIX, ApiKey, Caller, Tenant, check_key, digests_of
-from loraplex.router.tenancy.keys_file import MAX_FILE_BYTES, KeysFileError, read_keys
+from loraplex.router.tenancy.keys import (
+    KEY_PREFIX,
+    MAX_FILE_BYTES,
+    ApiKey,
+    Caller,
+    KeysFileError,
+    Tenant,
+    check_key,
+    digests_of,
+    read_keys,
+)
 
 logger = logging.getLogger(__name__)
 

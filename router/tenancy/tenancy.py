@@ -15,11 +15,10 @@ from loraplex.router.background import Background
 from loraplex.router.config import RouterConfig
 from loraplex.router.shared.sharing import Sharing
 from loraplex.router.shared.store import StoreDown
-from loraplex.router.tenancy.admission import Admission
 from loraplex.router.tenancy.audit import Audit
 from loraplex.router.tenancy.keyring import Keyring
 from loraplex.router.tenancy.keys import NOBODY, Caller
-from loraplex.router.tenancy.metering import Metering
+from loraplex.router.tenancy.metering import Admission, Metering
 from loraplex.router.tenancy.price_file import read_prices
 
 VOUCHER_SCHEME = "Batch"

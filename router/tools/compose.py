@@ -8,7 +8,7 @@ import msgspec
 from loraplex.router.parts.reasoning import MESSAGE, Reasoning
 from loraplex.router.shape.lark import Lark
 from loraplex.router.shape.rules import rules, shape_refused
-from loraplex.router.shape.schema.held import as_far_as_held, checked
+from loraplex.router.shape.schema.json_rules import as_far_as_held, checked
 from loraplex.router.shape.schema.keywords import SchemaRefused
 from loraplex.router.shape.shape import AnyJson, Grammar, JsonSchema, Shape, StructuralTag
 from loraplex.router.tools.formats.format import ToolFormat

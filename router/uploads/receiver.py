@@ -13,14 +13,13 @@ from pathlib import Path
 
 from loraplex.adapters.common.disk import disk_errors
 from loraplex.adapters.common.unfinished import resumable_folder
-from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.errors import AdapterError, invalid
 from loraplex.adapters.peft.config import CONFIG_FILE
 from loraplex.adapters.safetensors.header import PREFIX_BYTES, WEIGHTS_FILE, header_size
 from loraplex.adapters.uploads.archive import PIECE_BYTES, ByteStream, unpack_archive
 from loraplex.adapters.uploads.body import BodyBroken, BodyStream, Receive
 from loraplex.adapters.uploads.shelf import UploadShelf
 from loraplex.adapters.uploads.sink import FileSink
-from loraplex.adapters.violations import invalid
 from loraplex.router.call import RequestError
 from loraplex.router.files.multipart import (
     FormError,

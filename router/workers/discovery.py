@@ -3,9 +3,9 @@
 import logging
 
 from loraplex.adapters.common.worker_record import GROUP, verified
-from loraplex.router.shared.every import every
+from loraplex.router.shared.replica import every
 from loraplex.router.shared.store import Store
-from loraplex.router.workers.connections import Connections
+from loraplex.router.workers.fleet import Connections
 
 logger = logging.getLogger(__name__)
 

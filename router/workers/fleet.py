@@ -1,4 +1,5 @@
-"""The workers of this router and the queue in front of them: who gets the next credit.
+"""The workers of this router, the connections to them, and the queue in front of them: who gets the
+next credit.
 
 Carries out what `policy` decides; what is generated is `dispatch`'s business.
 """
@@ -17,15 +18,109 @@ from loraplex.router.call import Secret
 from loraplex.router.failures import DeadlinePassed, NoWorker
 from loraplex.router.names.served import Origin, home_key
 from loraplex.router.policy.matching import Match, Matcher
-from loraplex.router.policy.placement.placement import PlacementRequest, Placer, Reason
-from loraplex.router.policy.placement.workers import WorkerView
-from loraplex.router.policy.queue.cost import Bill
+from loraplex.router.policy.placement.placement import PlacementRequest, Placer, Reason, WorkerView
 from loraplex.router.policy.queue.missed import Missed
 from loraplex.router.policy.queue.queue_limits import QueueCapacity, QueueFull, QueueSize
-from loraplex.router.policy.queue.waiting import Waiting, WaitingQueue
+from loraplex.router.policy.queue.waiting import Bill, Waiting, WaitingQueue
 from loraplex.router.workers.client import WorkerClient
-from loraplex.router.workers.roster import Roster
 from loraplex.router.workers.session import Credit, WorkerLost, WorkerSession
+from loraplex.server.protocol import ModelCard, WorkerHello
+
+
+class Roster:
+    """The workers that this router knows; or those of one base among them, as `of` gives them."""
+
+    def __init__(self, whole: "Roster | None" = None, base: str = "") -> None:
+        self._whole = whole
+        self._base = base
+        self._clients: Sequence[WorkerClient] = ()
+
+    def of(self, base: str) -> "Roster":
+        """The workers of one base: those that served it when they were last connected."""
+        return Roster(self, base)
+
+    @property
+    def clients(self) -> Sequence[WorkerClient]:
+        """A client for each worker that was named or discovered, connected or not."""
+        if self._whole is None:
+            return self._clients
+        return [client for client in self._whole.clients if client.base == self._base]
+
+    @clients.setter
+    def clients(self, clients: Sequence[WorkerClient]) -> None:
+        self._clients = clients
+
+    @property
+    def sessions(self) -> list[WorkerSession]:
+        """Sessions of connected workers."""
+        return [client.session for client in self.clients if client.session is not None]
+
+    @property
+    def views(self) -> list[WorkerView]:
+        """Views of connected workers."""
+        return [session.view for session in self.sessions]
+
+    @property
+    def cards(self) -> list[ModelCard]:
+        """Cards of connected workers, without their texts."""
+        return [client.card for client in self.clients if client.card is not None]
+
+    def accept_worker(self, hello: WorkerHello) -> str | None:
+        """Accept a worker. If two workers have one name, the one that started last is believed."""
+        for session in self.sessions:
+            if session.worker_id != hello.worker_id:
+                continue
+            if session.epoch >= hello.epoch:
+                return (
+                    f"another worker {hello.worker_id} is connected, which started as late or "
+                    "later: name it once, and give each worker a --worker-id of its own"
+                )
+            session.fence(f"another worker {hello.worker_id} has started since")
+        return None
+
+
+MAX_WORKERS = 4096
+
+
+class Connections:
+    """Keeps a client for each worker that is named or discovered. urls: of workers that the
+    operator named. new_client: makes the client of a URL.
+
+    `roster` lists all clients.
+    """
+
+    def __init__(
+        self, roster: Roster, urls: Sequence[str], new_client: Callable[[str], WorkerClient]
+    ) -> None:
+        self._roster = roster
+        self._new_client = new_client
+        self._named = tuple(new_client(url) for url in dict.fromkeys(urls))
+        self._found: dict[WorkerClient, asyncio.Task[None]] = {}
+        roster.clients = self._named
+
+    def discovered(self, urls: Collection[str]) -> None:
+        """Connects to all workers that enlisted themselves; connected ones are never dropped."""
+        urls = {url.rstrip("/") for url in urls}
+        known = {client.url for client in self._roster.clients}
+        for url in sorted(urls - known)[: MAX_WORKERS - len(known)]:
+            client = self._new_client(url)
+            self._found[client] = asyncio.create_task(client.run())
+        for client in [c for c in self._found if c.url not in urls and c.session is None]:
+            self._found.pop(client).cancel()
+        self._roster.clients = (*self._named, *self._found)
+
+    async def run(self) -> None:
+        """Keeps the connections until cancelled."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for client in self._named:
+                    tasks.create_task(client.run())
+                await asyncio.get_running_loop().create_future()  # new ones may be discovered
+        finally:
+            for task in self._found.values():
+                task.cancel()
+            await asyncio.gather(*self._found.values(), return_exceptions=True)
+
 
 logger = logging.getLogger(__name__)
 

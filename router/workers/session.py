@@ -20,7 +20,7 @@ from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.manifest import AdapterManifest
 from loraplex.router.names.served import Origin
 from loraplex.router.policy.placement.liveness import Hearing, Liveness
-from loraplex.router.policy.placement.workers import WorkerView
+from loraplex.router.policy.placement.placement import WorkerView
 from loraplex.router.workers.loads import (
     ConnectionLoads,
     ConnectionOrders,

@@ -18,7 +18,7 @@ from loraplex.adapters.grammar.compile import GrammarError, GrammarTooCostly, co
 from loraplex.adapters.grammar.deep_threads import DeepThreads
 from loraplex.adapters.grammar.limits import ServedGrammarLimits
 from loraplex.adapters.grammar.vocabulary import Vocabulary, VocabularyError
-from loraplex.server.constraints.names import NameTokens
+from loraplex.server.constraints.constraint import NameTokens
 from loraplex.server.constraints.wishes import ConstraintWish
 from loraplex.server.engine.messages import GrammarCompiled, GrammarFault
 

@@ -31,9 +31,9 @@ from loraplex.server.constraints.constraint import (
     Constraint,
     Foresight,
     GrammarMatcher,
+    Names,
     Thinking,
 )
-from loraplex.server.constraints.names import Names
 from loraplex.server.constraints.rules import TokenRules, mask_words, step_words
 from loraplex.server.constraints.wishes import (
     AsideWish,

@@ -19,17 +19,16 @@ from typing import Any, cast
 
 import msgspec
 
+from loraplex.adapters.base import Shard
 from loraplex.adapters.common import extras
 from loraplex.adapters.common.logs import log_to_stderr
 from loraplex.adapters.common.pauses import shorten_pauses
 from loraplex.adapters.grammar.deep_threads import STACK_BYTES, run_deep
-from loraplex.adapters.sharding import Shard
 from loraplex.server.config import ConfigError, EngineConfig, set_unset_variables
 from loraplex.server.constraints.constraints import Constraints, make_constraints
 from loraplex.server.engine.channel import WorkerChannel, WorkerGone
 from loraplex.server.engine.executor import Executor, ExecutorLimits, MemoryLine
-from loraplex.server.engine.group.follower import Follower
-from loraplex.server.engine.group.leader import GroupExecutor
+from loraplex.server.engine.group.group import Follower, GroupExecutor
 from loraplex.server.engine.loop import EngineLoop, ExecutorLost
 from loraplex.server.engine.memory.room import tokens_together
 from loraplex.server.engine.messages import EngineFailed, EngineReady, StartProgress

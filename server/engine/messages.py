@@ -9,7 +9,7 @@ import msgspec
 
 from loraplex.adapters.manifest import SlabLayout
 from loraplex.server.engine.executor import MemoryLine, PageWay
-from loraplex.server.engine.memory.eviction import EvictionReason
+from loraplex.server.engine.memory.residency import EvictionReason
 from loraplex.server.protocol import ErrorCode, GenerateRequest, Grid, PictureSpan, TokenEvent
 
 

@@ -21,12 +21,11 @@ from loraplex.adapters.base import (
     norm_place,
 )
 from loraplex.server.model.latent_weights import LatentWeights
-from loraplex.server.model.linear.experts import MoeWeights
-from loraplex.server.model.linear.linear import Linear
+from loraplex.server.model.linear.linear import Linear, MoeWeights
 from loraplex.server.model.lora.own_rows import Owning, own_heads
 from loraplex.server.model.lora.sites import BranchSites, Sites
 from loraplex.server.model.ops.ops import DistanceProduct, Ops, Positioned
-from loraplex.server.model.ops.pointwise import layer_normed_heads
+from loraplex.server.model.ops.products_torch import layer_normed_heads
 from loraplex.server.model.spec.model_spec import ModelSpec, StepSpec
 from loraplex.server.model.weights import (
     AttentionWeights,

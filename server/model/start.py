@@ -1,4 +1,5 @@
-"""Brings weights, caches and tables to the device at a start, as far as the memory goes."""
+"""Brings weights, caches and tables to the device at a start, as far as the memory goes; refuses
+what `--batch-invariant` cannot hold."""
 
 import logging
 import os
@@ -10,7 +11,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from loraplex.adapters.token_rows import new_ids_width
+from loraplex.adapters.base import new_ids_width
 from loraplex.server.config import ConfigError, EngineConfig
 from loraplex.server.engine.executor import ExecutorLimits, MemoryLine
 from loraplex.server.engine.shared_memory import map_shared, pages_made
@@ -20,7 +21,6 @@ from loraplex.server.model.devices.group import Group
 from loraplex.server.model.devices.sharding import sharded
 from loraplex.server.model.graphs.parts import Parts
 from loraplex.server.model.graphs.start_phases import StartPhases
-from loraplex.server.model.invariance import require_invariance
 from loraplex.server.model.lora.arena_weights import DTYPES
 from loraplex.server.model.lora.lora import AdapterTable
 from loraplex.server.model.lora.sites import Sites, TowerSites
@@ -36,16 +36,65 @@ from loraplex.server.model.ops.memory import (
 from loraplex.server.model.ops.ops import KVCache
 from loraplex.server.model.ops.row_states import RowStates
 from loraplex.server.model.ops.sizes import MOST_PADDING
-from loraplex.server.model.pages.page_copier import PageCopier
-from loraplex.server.model.pages.page_files import PageFiles, PageForm
-from loraplex.server.model.sampling.row_sampling import RowSampling
+from loraplex.server.model.pages.page_copier import PageCopier, PageFiles, PageForm
+from loraplex.server.model.sampling.sampling import RowSampling
 from loraplex.server.model.spec.latent_spec import LatentSpec
 from loraplex.server.model.spec.model_spec import ModelSpec
+from loraplex.server.model.spec.moe_spec import MoeSpec
 from loraplex.server.model.spec.page_groups import page_groups, page_heads
 from loraplex.server.model.spec.served_as import served_as, with_inputs_as_they_are
 from loraplex.server.model.steps.rows import Rows
-from loraplex.server.model.tower.picture_store import PictureStore
+from loraplex.server.model.tower.tower import PictureStore
 from loraplex.server.model.weights import INT8_SCALES, ModelWeights, load_weights
+
+
+def require_invariance(model: ModelSpec, config: EngineConfig) -> None:
+    """Check that no answer's bits can depend on its batch, where that is asked for. Raises
+    ConfigError, which names each reason why they would.
+    """
+    if not config.batch_invariant:
+        return
+    reasons = [*_of_options(config), *_of_model(model)]
+    if config.device == "cuda":
+        reasons += _of_kernels(model)
+    if reasons:
+        raise ConfigError(f"--batch-invariant: {'; '.join(reasons)}")
+
+
+def _of_options(config: EngineConfig) -> list[str]:
+    reasons = []
+    if config.shards > 1:
+        reasons.append(f"--tp {config.shards}: devices sum in an order that depends on the batch")
+    if config.max_draft:
+        reasons.append(f"--max-draft {config.max_draft}: drafts are not checked in this mode")
+    return reasons
+
+
+def _of_model(model: ModelSpec) -> list[str]:
+    reasons = []
+    if not model.is_causal:
+        reasons.append("the model reads whole texts and writes no answers")
+    if model.states:
+        reasons.append("the model has states, whose sums depend on how a prompt is cut")
+    if model.pictures is not None:
+        reasons.append(
+            "pictures are encoded together: --picture-memory 0 serves the model's text part"
+        )
+    return reasons
+
+
+def _of_kernels(model: ModelSpec) -> list[str]:
+    """Reasons on a GPU. On a CPU tokens are computed one by one."""
+    reasons = []
+    if model.quantisation is not None:
+        reasons.append(f"quantised weights ({model.quantisation.scheme}) have several kernels")
+    if any(isinstance(of, LatentSpec) for of in model.attentions.values()):
+        reasons.append("attention to latents has several kernels")
+    feeds = (feed for layer in model.layers for feed in layer.feed_forwards)
+    if any(isinstance(feed, MoeSpec) for feed in feeds):
+        reasons.append("mixtures of experts have several kernels")
+    return reasons
+
 
 log = logging.getLogger(__name__)
 

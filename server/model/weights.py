@@ -13,21 +13,24 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.nn import functional
 
-from loraplex.adapters.sharding import WHOLE, Shard, Span
+from loraplex.adapters.base import WHOLE, Shard, Span
 from loraplex.server.config import AtLoad
-from loraplex.server.model.checkpoint.checkpoint import CheckpointError, stored_tensors, tables
-from loraplex.server.model.checkpoint.cuts import cut_of
-from loraplex.server.model.checkpoint.layer_forms import as_stored
+from loraplex.server.model.checkpoint.checkpoint import (
+    CheckpointError,
+    check_tensors,
+    kinds,
+    model_shards,
+    stored_tensors,
+    tables,
+)
 from loraplex.server.model.checkpoint.sentence_files import DENSE_WEIGHTS, dense_forms
-from loraplex.server.model.checkpoint.stored_forms import stored_forms
-from loraplex.server.model.checkpoint.tensor_table import check_tensors, kinds
-from loraplex.server.model.checkpoint.text_part import model_shards
+from loraplex.server.model.checkpoint.stored_forms import as_stored, stored_forms
 from loraplex.server.model.checkpoint.tower_part import tower_name, tower_shards
+from loraplex.server.model.checkpoint.unpack import cut_of
 from loraplex.server.model.distance_biases import distance_biases
 from loraplex.server.model.latent_weights import LatentWeights, load_latents
 from loraplex.server.model.linear.dense import DenseLinear
-from loraplex.server.model.linear.experts import MoeWeights
-from loraplex.server.model.linear.linear import Linear
+from loraplex.server.model.linear.linear import Linear, MoeWeights
 from loraplex.server.model.linear.norm import LayerNorm as LayerNorm
 from loraplex.server.model.linear.norm import Norm as Norm
 from loraplex.server.model.linear.norm import RmsNorm as RmsNorm
@@ -51,8 +54,7 @@ from loraplex.server.model.spec.model_spec import (
 from loraplex.server.model.spec.moe_spec import MoeSpec
 from loraplex.server.model.spec.picture_spec import PoolSpec
 from loraplex.server.model.spec.served_as import form_at_load
-from loraplex.server.model.state_weights import StateWeights, load_states
-from loraplex.server.model.weight_source import WeightSource, path_in
+from loraplex.server.model.weight_source import StateWeights, WeightSource, load_states, path_in
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from loraplex.adapters.common.meters import COUNT_BUCKETS, LATENCY_BUCKETS_S, ST
 from loraplex.adapters.errors import AdapterErrorCode
 from loraplex.adapters.ref import RefSource
 from loraplex.server.engine.executor import PageWay
-from loraplex.server.engine.memory.eviction import EvictionReason
+from loraplex.server.engine.memory.residency import EvictionReason
 from loraplex.server.engine.messages import (
     EngineReady,
     EngineStats,

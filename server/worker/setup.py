@@ -22,10 +22,8 @@ from loraplex.adapters.store.store import AdapterStore
 from loraplex.server.config import ConfigError, EngineConfig, WorkerConfig
 from loraplex.server.engine.memory.residency import AdapterArena
 from loraplex.server.engine.shared_memory import HostMemory
-from loraplex.server.model.base_facts import read_base_spec
-from loraplex.server.model.card import model_card
-from loraplex.server.model.checkpoint.checkpoint import CheckpointError
-from loraplex.server.model.checkpoint.tensor_table import check_folder
+from loraplex.server.model.card import model_card, read_base_spec
+from loraplex.server.model.checkpoint.checkpoint import CheckpointError, check_folder
 from loraplex.server.model.devices.sharding import sharded
 from loraplex.server.model.ops.memory import state_bytes
 from loraplex.server.model.spec.model_spec import ModelSpec
@@ -50,8 +48,7 @@ from loraplex.server.worker.process.device import (
     cuda_devices,
     torch_build,
 )
-from loraplex.server.worker.process.engine_group import start_group
-from loraplex.server.worker.process.engine_process import spawn_engine
+from loraplex.server.worker.process.engine_process import spawn_engine, start_group
 from loraplex.server.worker.process.engine_supervisor import EngineSupervisor
 from loraplex.server.worker.process.model_source import ModelError, ModelFolder, find_model
 from loraplex.server.worker.process.sizing import (

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from loraplex.adapters.peft.fields import HARMLESS, REFUSED, USED
+from loraplex.adapters.peft.config import HARMLESS, REFUSED, USED
 from tests.adapter_folders import raw_safetensors
 
 Files = dict[str, bytes]

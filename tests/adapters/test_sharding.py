@@ -3,8 +3,16 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.adapters.base import ModuleShape
-from loraplex.adapters.sharding import WHOLE, Groups, Shard, Span, heads_of, pieces, total_width
+from loraplex.adapters.base import (
+    WHOLE,
+    Groups,
+    ModuleShape,
+    Shard,
+    Span,
+    heads_of,
+    pieces,
+    total_width,
+)
 
 COUNTS = st.integers(1, 9)
 SPANS = st.lists(st.builds(Span, st.integers(1, 200)), min_size=1, max_size=3)

@@ -5,9 +5,10 @@ from itertools import chain
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.adapters.base import MAX_NEW_IDS
-from loraplex.adapters.sharding import Shard, Span
-from loraplex.adapters.token_rows import (
+from loraplex.adapters.base import (
+    MAX_NEW_IDS,
+    Shard,
+    Span,
     ids_of_shard,
     most_rows,
     new_ids_width,

@@ -11,8 +11,7 @@ from urllib.parse import urlsplit
 import httptools
 import httpx
 
-from loraplex.launcher.bench.load.answers import EventReader
-from loraplex.launcher.bench.load.stream_client import request_bytes
+from loraplex.launcher.bench.load.serve import EventReader, request_bytes
 
 
 class Refused(OSError):

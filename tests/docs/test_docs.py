@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.adapters.peft.fields import HARMLESS, REFUSED, USED
+from loraplex.adapters.peft.config import HARMLESS, REFUSED, USED
 from loraplex.router.api.errors import Dialect, error_answer, status_of
 from loraplex.router.api.lorax.request import SAID_HERE, LoraxParameters
 from loraplex.router.api.openai.chat import ChatBody

@@ -7,7 +7,7 @@ import pytest
 
 from loraplex.launcher.command_line import flags_of
 from loraplex.launcher.config import serve_options
-from loraplex.launcher.other_servers import FLAGS, ROWS, OtherOption
+from loraplex.launcher.moved_line import FLAGS, ROWS, OtherOption
 
 PAGE = Path(__file__).parents[2] / "docs/guides/move-over.md"
 TITLES = {"taken": "Taken", "void": "Without effect", "refused": "Refused"}

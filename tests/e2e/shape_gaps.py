@@ -15,7 +15,7 @@ import statistics
 import time
 from typing import Any
 
-from loraplex.launcher.bench.load.stream_client import open_stream
+from loraplex.launcher.bench.load.serve import open_stream
 from loraplex.launcher.bench.load.target import WORDS
 
 COSTLY = "start: a\na: a b a | \nb: a | b a | /./\n"

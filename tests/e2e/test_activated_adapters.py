@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
-from loraplex.launcher.bench.engine.made_tokenizer import tokenizer_json
+from loraplex.launcher.bench.engine.offline import tokenizer_json
 from tests.e2e.serving import Serving, start_serving
 from tests.grids import beyond
 from tests.server.model.families.parity import TOLERANCE, prompt

@@ -16,7 +16,7 @@ from openai import OpenAI
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AddedToken, PreTrainedTokenizerFast
 
-from loraplex.launcher.bench.engine.made_tokenizer import tokenizer_json
+from loraplex.launcher.bench.engine.offline import tokenizer_json
 from tests.e2e.cut_streams import CutStreams, resumes, worker
 from tests.e2e.serving import Serving, running_folder
 from tests.e2e.test_drafts import engine

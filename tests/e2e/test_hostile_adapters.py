@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from loraplex.launcher.demo import BASE_NAME, EXAMPLES, model_path
-from loraplex.server.model.base_facts import read_base_spec
+from loraplex.server.model.card import read_base_spec
 from tests.adapters.hostile import cases
 from tests.adapters.spoils import UNPICKLED, write_good
 from tests.e2e.serving import Serving

@@ -20,8 +20,7 @@ import loraplex
 from loraplex.adapters.errors import CommandError
 from loraplex.launcher.evaluation.questions import questions, read_answers, read_cases
 from loraplex.launcher.evaluation.scores import EvalLine
-from loraplex.launcher.parity.command import _differences
-from loraplex.launcher.parity.differences import spreads
+from loraplex.launcher.parity.command import _differences, spreads
 from tests.e2e.picture_model import ADAPTERS, IMAGE, VIDEO, Oracle, save_all
 from tests.e2e.serving import ROOT, Serving, running_folder
 from tests.e2e.test_several_workers import until

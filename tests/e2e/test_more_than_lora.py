@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
-from loraplex.launcher.bench.engine.made_tokenizer import tokenizer_json
+from loraplex.launcher.bench.engine.offline import tokenizer_json
 from tests.e2e.serving import Serving, start_serving
 from tests.server.model.families.parity import TOLERANCE, prompt
 from tests.server.model.hub_models import VOCAB, make_model, reference_logprobs, save_model

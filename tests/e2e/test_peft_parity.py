@@ -13,8 +13,7 @@ import pytest
 from loraplex.launcher.demo import EXAMPLES, adapter_paths, model_path
 from loraplex.launcher.evaluation.questions import LineAnswer, questions, read_answers
 from loraplex.launcher.evaluation.scores import EvalLine
-from loraplex.launcher.parity.command import _differences
-from loraplex.launcher.parity.differences import Spread, spreads
+from loraplex.launcher.parity.command import Spread, _differences, spreads
 from tests.e2e.serving import ROOT, Serving
 from tests.tethered import tethered
 

@@ -15,7 +15,7 @@ import pytest
 
 from loraplex.adapters.base import BaseSpec
 from loraplex.launcher.demo import BASE_NAME, model_path
-from loraplex.server.model.base_facts import read_base_spec
+from loraplex.server.model.card import read_base_spec
 from tests.adapter_folders import ALL_PROJECTIONS, write_adapter
 from tests.adapters.stub_files import Fault, running_files
 from tests.adapters.stub_hub import running_hub

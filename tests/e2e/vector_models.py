@@ -16,7 +16,7 @@ from transformers import (
     Qwen3Model,
 )
 
-from loraplex.launcher.bench.engine.made_tokenizer import tokenizer_json
+from loraplex.launcher.bench.engine.offline import tokenizer_json
 from tests.server.model.hub_models import add_adapter, random_model
 
 QUERY = "Instruct: find what answers\nQuery:"

@@ -33,9 +33,12 @@ from loraplex.server.kernels.attention.latent_attention import (
 )
 from loraplex.server.kernels.attention.pages import CachePages, widen_pages
 from loraplex.server.kernels.attention.prompt_attention import prompt_attention, tile_shape
-from loraplex.server.kernels.attention.rope_append import rope_append
-from loraplex.server.kernels.attention.rope_append_lora import rope_append_lora
-from loraplex.server.kernels.attention.rotation import QkNorm, Rotation
+from loraplex.server.kernels.attention.rope_append import (
+    QkNorm,
+    Rotation,
+    rope_append,
+    rope_append_lora,
+)
 from loraplex.server.kernels.attention.scores import ScoreRule
 from loraplex.server.kernels.attention.unfolded_attention import (
     UnfoldedKeys,
@@ -52,13 +55,11 @@ from loraplex.server.kernels.launch.configs import (
     read_configs,
 )
 from loraplex.server.kernels.linear import matrix as matrix_module
-from loraplex.server.kernels.linear.dequantise import dequantise
-from loraplex.server.kernels.linear.fixed import fixed_product, stages_of
-from loraplex.server.kernels.linear.packed_product import packed_product
+from loraplex.server.kernels.linear.few_rows import packed_product, rounded_product
+from loraplex.server.kernels.linear.packed import dequantise
 from loraplex.server.kernels.linear.round_rows import quantise_rows
-from loraplex.server.kernels.linear.rounded_product import rounded_product
 from loraplex.server.kernels.linear.row_form import RowForm, allocate_rows
-from loraplex.server.kernels.linear.skinny import skinny_product
+from loraplex.server.kernels.linear.skinny import fixed_product, skinny_product, stages_of
 from loraplex.server.kernels.linear.skinny_lora import SkinnyLora, skinny_product_lora
 from loraplex.server.kernels.linear.stack import allocate_stack, stack_rows
 from loraplex.server.kernels.lora.expand import expand
@@ -76,10 +77,14 @@ from loraplex.server.kernels.lora.table import RANK_BLOCKS, LoraTable, VectorTab
 from loraplex.server.kernels.lora.workspace import allocate_workspace
 from loraplex.server.kernels.moe.choose import ChoiceRule, assign_experts
 from loraplex.server.kernels.moe.expert_lora import ExpertLora, add_expert_lora
-from loraplex.server.kernels.moe.grouped import grouped_product, grouped_shape, tokens_of_each_shape
+from loraplex.server.kernels.moe.grouped import (
+    ExpertTiles,
+    grouped_product,
+    grouped_shape,
+    tokens_of_each_shape,
+)
 from loraplex.server.kernels.moe.row_lora import activated_row_lora, add_row_lora
 from loraplex.server.kernels.moe.row_product import row_product
-from loraplex.server.kernels.moe.tiles import ExpertTiles
 from loraplex.server.kernels.pointwise.add_norm import (
     ExpertTerms,
     add_experts_norm,
@@ -91,22 +96,21 @@ from loraplex.server.kernels.pointwise.gated import (
     ExpertActivation,
     GatedActivation,
     gated,
+    gated_lora,
 )
-from loraplex.server.kernels.pointwise.gated_lora import gated_lora
 from loraplex.server.kernels.pointwise.shared_terms import SharedTerms
 from loraplex.server.kernels.pointwise.sum_norm import sum_norm
 from loraplex.server.kernels.sampling.draw import DrawRows, draw_append
 from loraplex.server.kernels.sampling.draw_columns import DRAW_COLUMNS
 from loraplex.server.kernels.sampling.greedy import DrawMasks, GreedyScratch, greedy_append
 from loraplex.server.kernels.states.causal_conv import causal_conv
-from loraplex.server.kernels.states.gated_norm import gated_norm
 from loraplex.server.kernels.states.operands import (
     Convolution,
     GatedNorm,
     StateGates,
     StateHeads,
 )
-from loraplex.server.kernels.states.recurrence import delta_rule, state_space
+from loraplex.server.kernels.states.recurrence import delta_rule, gated_norm, state_space
 from loraplex.server.kernels.states.slices import Runs, Singles, Walks
 from loraplex.server.model.linear.quantised import matrix_of
 from tests.kernels.quantised import LAYOUTS, Make

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from loraplex.server.kernels.attention.rotation import QkNorm, Rotation
+from loraplex.server.kernels.attention.rope_append import QkNorm, Rotation
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loraplex.server.kernels.attention.pages import CachePages
-from loraplex.server.kernels.attention.rope_append_lora import rope_append_lora
-from loraplex.server.kernels.attention.rotation import Rotation
+from loraplex.server.kernels.attention.rope_append import Rotation, rope_append_lora
 from loraplex.server.kernels.launch.configs import Phase, load_configs, read_configs
 from loraplex.server.kernels.lora.expand import expand
 from loraplex.server.kernels.lora.pending import PendingDelta, PendingLora
@@ -19,8 +18,7 @@ from loraplex.server.kernels.lora.shrink import gather_embedding, shrink
 from loraplex.server.kernels.lora.table import LoraTable
 from loraplex.server.kernels.lora.workspace import allocate_workspace
 from loraplex.server.kernels.pointwise.add_norm import add_norm
-from loraplex.server.kernels.pointwise.gated import gated
-from loraplex.server.kernels.pointwise.gated_lora import gated_lora
+from loraplex.server.kernels.pointwise.gated import gated, gated_lora
 from tests.kernels.batches import Adapters, assert_close, interpreted, make_batch
 from tests.kernels.reference import lora_reference
 

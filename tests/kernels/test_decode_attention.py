@@ -20,7 +20,7 @@ from loraplex.server.kernels.attention.decode_attention import (
 )
 from loraplex.server.kernels.attention.decode_work import WorkLayout, cut_contexts, max_items
 from loraplex.server.kernels.attention.pages import CachePages
-from loraplex.server.kernels.attention.rotation import QkNorm
+from loraplex.server.kernels.attention.rope_append import QkNorm
 from loraplex.server.kernels.attention.scores import ScoreRule
 from loraplex.server.kernels.lora.pending import PendingDelta
 from loraplex.server.kernels.lora.table import LoraTable

@@ -10,8 +10,7 @@ import torch
 from loraplex.server.engine.plan import RowStart
 from loraplex.server.kernels.sampling.draw import DrawRows, draw_append
 from loraplex.server.kernels.sampling.greedy import DrawMasks, GreedyScratch
-from loraplex.server.model.sampling.philox import uniform
-from loraplex.server.model.sampling.row_sampling import RowSampling
+from loraplex.server.model.sampling.sampling import RowSampling, uniform
 from loraplex.server.protocol import SamplingParams
 from tests.grids import beyond
 

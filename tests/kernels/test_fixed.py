@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loraplex.server.kernels.linear.fixed import fixed_product
+from loraplex.server.kernels.linear.skinny import fixed_product
 from tests.kernels.batches import assert_close, interpreted
 from tests.kernels.interpreter import exact_products
 

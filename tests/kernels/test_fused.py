@@ -15,8 +15,7 @@ from loraplex.server.kernels.lora.segments import route
 from loraplex.server.kernels.lora.shrink import shrink
 from loraplex.server.kernels.lora.workspace import allocate_workspace
 from loraplex.server.kernels.pointwise.add_norm import add_norm, rms_norm
-from loraplex.server.kernels.pointwise.gated import Activation, gated
-from loraplex.server.kernels.pointwise.gated_lora import gated_lora
+from loraplex.server.kernels.pointwise.gated import Activation, gated, gated_lora
 from tests.grids import beyond, sparse
 from tests.kernels.batches import SITE, Adapters, assert_close, launch_configs, make_batch
 from tests.kernels.reference import lora_reference

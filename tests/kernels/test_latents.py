@@ -20,7 +20,7 @@ from loraplex.server.kernels.attention.latent_attention import (
     latent_tiles,
 )
 from loraplex.server.kernels.attention.prompt_attention import TileShape, cut_prompts
-from loraplex.server.kernels.attention.rotation import Rotation
+from loraplex.server.kernels.attention.rope_append import Rotation
 from loraplex.server.kernels.attention.scores import ScoreRule
 from loraplex.server.kernels.attention.unfolded_attention import (
     UnfoldedKeys,

@@ -11,20 +11,20 @@ from loraplex.server.kernels.lora.table import LoraTable
 from loraplex.server.kernels.moe.choose import ChoiceRule, assign_experts, choose_experts
 from loraplex.server.kernels.moe.expert_lora import ExpertLora, add_expert_lora
 from loraplex.server.kernels.moe.grouped import (
+    ExpertTiles,
     GroupedShape,
+    expert_tiles,
     grouped_product,
     grouped_shape,
     tokens_of_each_shape,
 )
 from loraplex.server.kernels.moe.row_lora import activated_row_lora, add_row_lora
 from loraplex.server.kernels.moe.row_product import row_product, rows_are_few
-from loraplex.server.kernels.moe.tiles import ExpertTiles, expert_tiles
 from loraplex.server.kernels.pointwise.add_norm import ExpertTerms, add_experts_norm
 from loraplex.server.model.linear.dense import DenseLinear
-from loraplex.server.model.linear.experts import MoeWeights
+from loraplex.server.model.linear.linear import MoeWeights
 from loraplex.server.model.ops.cuda.experts_cuda import choice_rule
-from loraplex.server.model.ops.pointwise import wide_logits
-from loraplex.server.model.ops.products_torch import routed
+from loraplex.server.model.ops.products_torch import routed, wide_logits
 from loraplex.server.model.spec.linear_spec import LinearSpec, Part
 from loraplex.server.model.spec.moe_spec import MoeSpec
 from tests.grids import sparse

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loraplex.server.kernels.launch.configs import PackedConfig, load_configs
-from loraplex.server.kernels.linear.dequantise import dequantise
-from loraplex.server.kernels.linear.packed_product import MAX_ROWS, packed_product
+from loraplex.server.kernels.linear.few_rows import MAX_ROWS, packed_product
+from loraplex.server.kernels.linear.packed import dequantise
 from loraplex.server.model.linear.packed import PackedWeight
 from loraplex.server.model.linear.quantised import QuantisedLinear, matrix_of
 from tests.grids import beyond, sparse

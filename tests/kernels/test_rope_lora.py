@@ -4,9 +4,7 @@ import pytest
 import torch
 
 from loraplex.server.kernels.attention.pages import CachePages
-from loraplex.server.kernels.attention.rope_append import rope_append
-from loraplex.server.kernels.attention.rope_append_lora import rope_append_lora
-from loraplex.server.kernels.attention.rotation import QkNorm
+from loraplex.server.kernels.attention.rope_append import QkNorm, rope_append, rope_append_lora
 from loraplex.server.kernels.launch.configs import load_configs
 from loraplex.server.kernels.lora.pending import PendingLora
 from loraplex.server.kernels.lora.segments import route

@@ -10,8 +10,7 @@ from loraplex.server.kernels.attention.prompt_attention import (
     prompt_attention,
     tile_shape,
 )
-from loraplex.server.kernels.attention.rope_append import rope_append
-from loraplex.server.kernels.attention.rotation import Rotation
+from loraplex.server.kernels.attention.rope_append import Rotation, rope_append
 from loraplex.server.kernels.attention.scores import ScoreRule
 from tests.kernels import test_decode_attention as decodes
 from tests.kernels import test_prompt_attention as prompts

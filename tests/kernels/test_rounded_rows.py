@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loraplex.server.kernels.launch.configs import PackedConfig, load_configs
+from loraplex.server.kernels.linear.few_rows import rounded_product
 from loraplex.server.kernels.linear.round_rows import quantise_rows
-from loraplex.server.kernels.linear.rounded_product import rounded_product
 from loraplex.server.kernels.linear.row_form import (
     FP8,
     INT8,
@@ -25,8 +25,12 @@ from loraplex.server.kernels.pointwise.add_norm import (
 )
 from loraplex.server.kernels.pointwise.gated import gated
 from loraplex.server.model.linear.packed import PackedWeight
-from loraplex.server.model.linear.quantised import QuantisedLinear, matrix_of
-from loraplex.server.model.linear.rounded import RoundedLinear, row_form
+from loraplex.server.model.linear.quantised import (
+    QuantisedLinear,
+    RoundedLinear,
+    matrix_of,
+    row_form,
+)
 from tests.kernels.batches import assert_close, interpreted
 from tests.kernels.quantised import codes, fp8
 

@@ -13,24 +13,23 @@ from msgspec.structs import replace
 
 from loraplex.server.engine.plan import StateCopy
 from loraplex.server.kernels.states.causal_conv import causal_conv
-from loraplex.server.kernels.states.gated_norm import gated_norm
 from loraplex.server.kernels.states.operands import (
     Convolution,
     GatedNorm,
     StateGates,
     StateHeads,
 )
-from loraplex.server.kernels.states.recurrence import delta_rule
+from loraplex.server.kernels.states.recurrence import delta_rule, gated_norm
 from loraplex.server.kernels.states.slices import Runs, Singles
 from loraplex.server.model.linear.dense import DenseLinear
-from loraplex.server.model.ops import states_torch
+from loraplex.server.model.ops import ops_torch
 from loraplex.server.model.ops.cuda import states_cuda
 from loraplex.server.model.ops.ops import StepLayout
 from loraplex.server.model.ops.row_states import RowStates
 from loraplex.server.model.ops.state_steps import TokenSteps
 from loraplex.server.model.spec.linear_spec import LinearSpec, Part
 from loraplex.server.model.spec.state_spec import DeltaNetSpec, Mamba2Spec, ShortConvSpec, StateSpec
-from loraplex.server.model.state_weights import (
+from loraplex.server.model.weight_source import (
     ShortConvWeights,
     StateWeights,
     delta_net_weights,
@@ -181,7 +180,7 @@ class Case(NamedTuple):
         for state in states:
             state.index_fill_(0, steps.begun, 0)
         moves = [phase.tokens for phase in steps.steps.phases]
-        return states_torch.mix_states(moves, self.products, self.weights, states)
+        return ops_torch.mix_states(moves, self.products, self.weights, states)
 
     def by_kernels(self, layout: StepLayout, states: States) -> torch.Tensor:
         slices = [phase.tokens for phase in states_cuda.plan_states(layout, ROWS, 0).phases]
@@ -264,7 +263,7 @@ def test_states_are_saved_within_slices(device: torch.device, name: str) -> None
     model: Any = SimpleNamespace(states={7: spec.states}, state_inputs={})
     found = []
     plans: tuple[tuple[Any, Any, Any], ...] = (
-        (states_torch.mix_states, TokenSteps.of(layout, ROWS, 0).steps, ()),
+        (ops_torch.mix_states, TokenSteps.of(layout, ROWS, 0).steps, ()),
         (states_cuda.mix_states, states_cuda.plan_states(layout, ROWS, 0), (case.products,)),
     )
     for operation, steps, kept in plans:
@@ -314,7 +313,7 @@ def test_drafts_leave_no_trace_and_are_replayed(device: torch.device, name: str)
         if operation == "definition":
             steps = TokenSteps.of(layout, ROWS, depth)
             both = [torch.cat((k[steps.replayed], p)) for k, p in zip(kept, products, strict=True)]
-            found = states_torch.mix_states(states.walk(0, steps.steps), both, *rest)
+            found = ops_torch.mix_states(states.walk(0, steps.steps), both, *rest)
             found, keep = found[len(steps.replayed) :], steps.steps.keep
         else:
             plan = states_cuda.plan_states(layout, ROWS, depth)

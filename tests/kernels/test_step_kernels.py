@@ -6,8 +6,7 @@ from torch.nn import functional
 
 from loraplex.server.kernels.attention.decode_inputs import Shifted, gather_inputs, gather_pages
 from loraplex.server.kernels.attention.pages import CachePages
-from loraplex.server.kernels.attention.rope_append import rope_append
-from loraplex.server.kernels.attention.rotation import QkNorm
+from loraplex.server.kernels.attention.rope_append import QkNorm, rope_append
 from loraplex.server.kernels.sampling.greedy import GreedyScratch, greedy_append
 from tests.grids import sparse
 from tests.kernels.rotations import TURNS, as_cached, normed, rotated

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.launcher.bench.load.answers import EventReader, StreamedAnswer
+from loraplex.launcher.bench.load.serve import EventReader, StreamedAnswer
 from loraplex.launcher.bench.load.target import WORDS, Target, body_of, text_of
 from loraplex.launcher.bench.load.workload import Call
 from loraplex.launcher.router_client import bearer

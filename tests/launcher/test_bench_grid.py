@@ -28,7 +28,6 @@ from loraplex.launcher.bench.engine.grid import (
     matrix_rate,
     step_bytes,
 )
-from loraplex.launcher.bench.engine.made_tokenizer import tokenizer_json
 from loraplex.launcher.bench.engine.offline import (
     SHIPPED,
     EngineSizes,
@@ -38,6 +37,7 @@ from loraplex.launcher.bench.engine.offline import (
     lora_layout,
     model_folder,
     shared_base,
+    tokenizer_json,
 )
 from loraplex.launcher.known_models import served_families
 from loraplex.server.engine.executor import Masks

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from loraplex.launcher.__main__ import main
-from loraplex.router.tenancy.keys_file import read_keys
+from loraplex.router.tenancy.keys import read_keys
 from tests.launcher.test_lifecycle_commands import StubRouter, stub
 
 __all__ = ["stub"]

@@ -77,9 +77,9 @@ async def running_fleet(
     tmp_path: Path, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Fleet]:
     """`mine` is registered, and known to both."""
-    monkeypatch.setattr("loraplex.router.operations.rollout_keeper.TICK_S", 0.05)
-    monkeypatch.setattr("loraplex.router.operations.rollout_keeper.LEASE_S", 0.5)
-    monkeypatch.setattr("loraplex.router.operations.rollout_keeper._RETRY_S", 0.05)
+    monkeypatch.setattr("loraplex.router.operations.rollouts.TICK_S", 0.05)
+    monkeypatch.setattr("loraplex.router.operations.rollouts.LEASE_S", 0.5)
+    monkeypatch.setattr("loraplex.router.operations.rollouts._RETRY_S", 0.05)
     workers = [FakeWorker(worker_id=name) for name in "ab"]
     options: dict[str, Any] = {"redis": redis.url, "redis_timeout_s": 30.0, "admin_key": "admin"}
     async with AsyncExitStack() as stack:

@@ -13,10 +13,9 @@ from tokenizers import Tokenizer
 
 from loraplex.adapters.judge import judge_folder
 from loraplex.launcher.__main__ import main as loraplex
-from loraplex.launcher.bench.engine.made_tokenizer import tokenizer_json
-from loraplex.launcher.bench.engine.offline import SHIPPED
+from loraplex.launcher.bench.engine.offline import SHIPPED, tokenizer_json
 from loraplex.launcher.bench.report import Outcome
-from loraplex.server.model.base_facts import read_base_spec
+from loraplex.server.model.card import read_base_spec
 from loraplex.server.worker.metrics import WorkerMetrics
 from tests.grids import beyond
 from tests.launcher.serving.test_serve import Serving

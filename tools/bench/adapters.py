@@ -14,12 +14,12 @@ from loraplex.launcher.bench.commands import (
     add_folders,
     add_server,
     names_in,
+    print_points,
     run_async,
     target_of,
 )
 from loraplex.launcher.bench.errors import BenchError
 from loraplex.launcher.bench.load.target import Target, model_of
-from loraplex.launcher.bench.output import print_points
 from loraplex.launcher.command_line import Parser
 from loraplex.launcher.option_types import whole
 from loraplex.launcher.refusals import error_text

@@ -27,13 +27,12 @@ from loraplex.adapters.common.disk import read_at, write_at
 from loraplex.adapters.content_check import LEAF_BYTES, buffer
 from loraplex.adapters.peft.validate import WEIGHTS_FILE
 from loraplex.adapters.safetensors.floats import Raw, fits
-from loraplex.launcher.bench.commands import add_config, run_async
+from loraplex.launcher.bench.commands import add_config, print_points, run_async
 from loraplex.launcher.bench.engine.offline import check_device, model_folder
 from loraplex.launcher.bench.errors import BenchError
 from loraplex.launcher.bench.load.serve import send
 from loraplex.launcher.bench.load.target import Target, model_of
 from loraplex.launcher.bench.load.workload import Call
-from loraplex.launcher.bench.output import print_points
 from loraplex.launcher.bench.report import Outcome, percentile
 from loraplex.launcher.command_line import Parser
 from loraplex.launcher.option_types import above, lora_ranks, whole

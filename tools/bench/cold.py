@@ -20,9 +20,8 @@ from loraplex.adapters.ref import AdapterRef
 from loraplex.adapters.slab.memory import one_after_another
 from loraplex.adapters.sources.local import LocalSource
 from loraplex.adapters.store.store import AdapterStore, FetchPhase
-from loraplex.launcher.bench.commands import DTYPES, add_config, add_folders, names_in
+from loraplex.launcher.bench.commands import DTYPES, add_config, add_folders, names_in, print_points
 from loraplex.launcher.bench.engine.offline import EXTENT_BYTES, model_folder
-from loraplex.launcher.bench.output import print_points
 from loraplex.launcher.command_line import Parser
 from loraplex.launcher.option_types import whole
 from loraplex.server.engine.shared_memory import HostMemory

@@ -13,10 +13,10 @@ from functools import partial
 import numpy as np
 import torch
 
+from loraplex.launcher.bench.commands import print_points
 from loraplex.launcher.bench.engine.grid import Point, copy_bandwidth, drive
 from loraplex.launcher.bench.engine.offline import require_cuda
 from loraplex.launcher.bench.errors import BenchError
-from loraplex.launcher.bench.output import print_points
 from loraplex.launcher.command_line import Parser
 from loraplex.launcher.option_types import whole
 from loraplex.server.kernels.attention.decode_attention import (
@@ -27,7 +27,7 @@ from loraplex.server.kernels.attention.decode_attention import (
 )
 from loraplex.server.kernels.attention.decode_work import WorkLayout
 from loraplex.server.kernels.attention.pages import CachePages
-from loraplex.server.kernels.attention.rotation import Rotation
+from loraplex.server.kernels.attention.rope_append import Rotation
 from loraplex.server.kernels.attention.scores import ScoreRule
 from loraplex.server.kernels.launch.configs import KernelConfigs, load_configs
 from loraplex.server.kernels.linear.skinny_lora import SkinnyLora, skinny_product_lora
@@ -42,7 +42,7 @@ from loraplex.server.kernels.pointwise.add_norm import add_norm
 from loraplex.server.kernels.pointwise.gated import gated
 from loraplex.server.model.linear.dense import DenseLinear
 from loraplex.server.model.ops.cuda.device_lora import FusedKernel, fused_kernel
-from loraplex.server.model.ops.cuda.products import Products
+from loraplex.server.model.ops.cuda.lora_linear import Products
 
 LAYERS = 32
 SITES: tuple[tuple[int, tuple[int, ...]], ...] = (

@@ -21,8 +21,12 @@ import torch
 
 from loraplex.adapters.base import BaseSpec
 from loraplex.launcher.bench.commands import DTYPES, add_config
-from loraplex.launcher.bench.engine.made_tokenizer import tokenizer_json
-from loraplex.launcher.bench.engine.offline import adapted_modules, check_device, model_folder
+from loraplex.launcher.bench.engine.offline import (
+    adapted_modules,
+    check_device,
+    model_folder,
+    tokenizer_json,
+)
 from loraplex.launcher.command_line import Parser
 from loraplex.launcher.option_types import lora_rank, whole
 from loraplex.launcher.options import OptionError

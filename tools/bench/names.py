@@ -27,8 +27,7 @@ from loraplex.adapters.manifest import DIGEST_FORM, AdapterManifest
 from loraplex.adapters.ref import AdapterRef, format_ref
 from loraplex.launcher import config
 from loraplex.router.names.registration import Change, Registration
-from loraplex.router.policy.placement.placement import PlacementRequest, Placer
-from loraplex.router.policy.placement.workers import WorkerView
+from loraplex.router.policy.placement.placement import PlacementRequest, Placer, WorkerView
 from loraplex.router.policy.rollout import Content
 
 _PREFIX, _ADMIN = "bench", "bench-admin"

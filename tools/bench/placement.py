@@ -6,13 +6,18 @@ from dataclasses import dataclass
 from itertools import product
 from random import Random
 
-from loraplex.launcher.bench.output import print_points
+from loraplex.launcher.bench.commands import print_points
 from loraplex.launcher.bench.report import percentile
 from loraplex.launcher.command_line import Parser
 from loraplex.launcher.option_types import above, number, whole, wholes
-from loraplex.router.policy.placement.placement import Decision, PlacementRequest, Placer, Reason
+from loraplex.router.policy.placement.placement import (
+    Decision,
+    PlacementRequest,
+    Placer,
+    Reason,
+    WorkerView,
+)
 from loraplex.router.policy.placement.rendezvous import Rankings
-from loraplex.router.policy.placement.workers import WorkerView
 from tools.bench.simulation.fleet import SimulatedFleet
 from tools.bench.simulation.traffic import SHAPES, Shape, Traffic
 from tools.bench.simulation.worker import WorkerModel

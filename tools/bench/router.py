@@ -15,11 +15,11 @@ from pathlib import Path
 import httpx
 import msgspec
 
+from loraplex.launcher.bench.commands import print_points
 from loraplex.launcher.bench.errors import BenchError
 from loraplex.launcher.bench.load.serve import run_load
 from loraplex.launcher.bench.load.target import Target
 from loraplex.launcher.bench.load.workload import Lengths, Workload
-from loraplex.launcher.bench.output import print_points
 from loraplex.launcher.bench.report import Outcome, percentile
 from loraplex.launcher.command_line import Parser
 from loraplex.launcher.option_types import whole

@@ -22,8 +22,7 @@ from loraplex.launcher.bench.commands import (
     target_of,
 )
 from loraplex.launcher.bench.errors import BenchError
-from loraplex.launcher.bench.load.serve import send, with_base_model
-from loraplex.launcher.bench.load.stream_client import StreamProtocol, open_stream
+from loraplex.launcher.bench.load.serve import StreamProtocol, open_stream, send, with_base_model
 from loraplex.launcher.bench.load.target import Target, body_of, model_of
 from loraplex.launcher.bench.load.workload import Call, arrivals
 from loraplex.launcher.bench.report import Outcome

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 
-from loraplex.launcher.bench.commands import add_grid, add_step_tokens, grid_of
+from loraplex.launcher.bench.commands import add_grid, add_step_tokens, grid_of, print_points
 from loraplex.launcher.bench.engine.grid import PREFILL_ROUNDS, Grid, Point, drive, engine_for
-from loraplex.launcher.bench.output import print_points
 from loraplex.launcher.command_line import Parser
 from loraplex.server.protocol import TextPooling, VectorParams
 

@@ -12,12 +12,11 @@ from typing import Any
 import msgspec
 import torch
 
-from loraplex.adapters.sharding import Shard
+from loraplex.adapters.base import Shard
 from loraplex.launcher.bench.engine.random_weights import STD, random_weights
 from loraplex.server.config import EngineConfig
 from loraplex.server.engine.executor import Executor
-from loraplex.server.engine.group.follower import Follower
-from loraplex.server.engine.group.leader import GroupExecutor
+from loraplex.server.engine.group.group import Follower, GroupExecutor
 from loraplex.server.model.devices.process_group import ProcessGroup
 from loraplex.server.model.executor import TorchExecutor
 from loraplex.server.model.lora.arena_weights import DTYPES

@@ -1,6 +1,7 @@
 """The real engine in this process, with random weights and adapters: no HTTP, no worker."""
 
 import gc
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -8,22 +9,25 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from string import ascii_lowercase
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 import torch
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
 
 from loraplex.adapters.base import CHOOSERS, BaseModule, BaseSpec, base_modules
+from loraplex.adapters.byte_tokens import BYTE_OF_CHAR
+from loraplex.adapters.errors import Findings
 from loraplex.adapters.grammar.vocabulary import Vocabulary, make_vocabulary
 from loraplex.adapters.manifest import SlabDtype, SlabLayout
 from loraplex.adapters.peft.config import parse_config
 from loraplex.adapters.peft.lora_tensors import LoraTensors, ModuleLora, OwnTable
 from loraplex.adapters.safetensors.header import TensorInfo
 from loraplex.adapters.slab.layout import make_layout
-from loraplex.adapters.violations import Findings
 from loraplex.launcher.bench.engine.group import make_executor
-from loraplex.launcher.bench.engine.made_tokenizer import tokenizer_json
 from loraplex.launcher.bench.errors import BenchError
 from loraplex.launcher.known_models import served_families
 from loraplex.server.config import EngineConfig, KvDtype
@@ -52,6 +56,31 @@ from loraplex.server.model.spec.model_spec import ModelSpec
 from loraplex.server.model.spec.page_groups import page_groups
 from loraplex.server.model.tokenizer.grammar_vocabulary import read_vocabulary
 from loraplex.server.protocol import GenerateRequest, SamplingParams, VectorParams
+
+_SPACE = "Ġ"  # how byte-level vocabularies spell a space before a word
+
+
+def tokenizer_json(vocab_size: int, special: Sequence[int]) -> str:
+    """Writes a `tokenizer.json`: every byte that the vocabulary has room for, then made-up
+    words, so that every id has a text. special: ids that have none."""
+    words = itertools.chain(BYTE_OF_CHAR, _words())
+    vocab: dict[str, int] = {}
+    for token_id in range(vocab_size):
+        token = f"<|{token_id}|>" if token_id in special else next(words)
+        vocab[token] = token_id
+    tokenizer = Tokenizer(BPE(vocab, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    added = [AddedToken(f"<|{token_id}|>", special=True) for token_id in sorted(special)]
+    tokenizer.add_special_tokens(added)
+    return str(tokenizer.to_str())
+
+
+def _words() -> Iterator[str]:
+    for length in itertools.count(3):
+        for letters in itertools.product(ascii_lowercase, repeat=length):
+            yield _SPACE + "".join(letters)
+
 
 SHIPPED = Path(__file__).parent / "configs"
 EXTENT_BYTES = 512 << 10

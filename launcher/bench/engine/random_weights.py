@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from loraplex.server.model.checkpoint.cuts import Cut
-from loraplex.server.model.checkpoint.unpack import E2M1, SCALE_BIAS
+from loraplex.server.model.checkpoint.unpack import E2M1, SCALE_BIAS, Cut
 from loraplex.server.model.linear.packed import PackedWeight
 from loraplex.server.model.linear.quantise import NF4
 from loraplex.server.model.quantisation.forms import (

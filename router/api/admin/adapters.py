@@ -14,8 +14,7 @@ from loraplex.router.api.request.body import decode_body, field_fault, require
 from loraplex.router.call import RequestError
 from loraplex.router.names.registration import Registration, RolloutRequest
 from loraplex.router.policy.guards import Measurements, Verdict, quantile
-from loraplex.router.policy.rollout import MAX_VERSIONS, Guards, VersionState, Weight
-from loraplex.router.policy.score_test import ScorePair
+from loraplex.router.policy.rollout import MAX_VERSIONS, Guards, ScorePair, VersionState, Weight
 from loraplex.router.tenancy.keys import Word
 from loraplex.router.tools.registry import FORMATS
 from loraplex.server.protocol import AdapterTiers, TierState

@@ -9,8 +9,11 @@ from msgspec import UNSET, UnsetType
 from loraplex.adapters.chat.conversation import TemplateOptions, Verbosity
 from loraplex.router.api.openai.calls import AnswerCall, CalledFunction, CallPart, CallWriter
 from loraplex.router.api.openai.common import (
+    ReasoningBody,
+    ReasoningWish,
     adapter_of,
     options_of,
+    reasoning_asked,
     sampling_of,
     typed_openai,
     with_shape,
@@ -26,11 +29,6 @@ from loraplex.router.api.openai.openai_formatter import (
     listed,
     state_of,
     stopped,
-)
-from loraplex.router.api.openai.reasoning_asked import (
-    ReasoningBody,
-    ReasoningWish,
-    reasoning_asked,
 )
 from loraplex.router.api.request.body import agreed, decode_plain, require
 from loraplex.router.api.request.chat_messages import (

@@ -40,10 +40,10 @@ from loraplex.router.api.responses.items import (
     Asked,
     CallKind,
     ReasoningAsked,
+    ResponseFormatter,
     ResponseObject,
     ResponseTextForm,
 )
-from loraplex.router.api.responses.stream import ResponseFormatter
 from loraplex.router.call import GenerationCall
 from loraplex.router.shape.shape import AnyJson, Shape
 from loraplex.router.tools.tools import Tool, Tools

@@ -1,23 +1,197 @@
 """The bounded queue in front of the workers, and the order in which sequences are tried. Pure.
 
 Priority bands are strict. Within one, tenants take turns by what they were served (`fairness`), and
-within a tenant its adapters do. It knows neither workers nor tasks; the fleet carries out what it
-decides.
+within a tenant its adapters do. Tenants that use more than their share of the fleet while others
+wait stand back. It knows neither workers nor tasks; the fleet carries out what it decides. Prices
+are relative work on a GPU, not money: the currency is the prompt token.
 """
 
 import heapq
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
+from loraplex.adapters.common.newest import NewestKept
 from loraplex.router.policy.placement.placement import PlacementRequest
-from loraplex.router.policy.queue.cost import OUTPUT_PRICE, PROMPT_PRICE, Bill, Flow, OutputEstimate
 from loraplex.router.policy.queue.fairness import Account, FairOrder
 from loraplex.router.policy.queue.queue_limits import Promise, QueueCapacity, QueueFull, QueueLimits
-from loraplex.router.policy.queue.shares import TenantShares
+
+# A tenant counts for so long after its latest sequence.
+_ABOUT_S = 10.0
+MAX_TENANTS = 4096
+# How far back it is looked for whether somebody lives within its share.
+_MEAN_S = 5.0
+# Of one that does, random arrivals vary by about the root of its share: so many of those are no
+# sign of wanting more.
+_SPREAD = 2.0
+# A mean that has faded to so little of a sequence is forgotten.
+_FADED = 0.01
+
+
+class TenantShares:
+    """Sequences on workers, by tenant: now, and as means over some seconds.
+
+    rows: what tenants share, as far as it is known: sequences that can be computed at once.
+    """
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self._running: Counter[str] = Counter()
+        self._total = 0
+        self._means: dict[str, float] = {}
+        self._mean_rows = 0.0
+        self._aged_at = 0.0
+        # When each last asked, and its weight.
+        self._about: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        self._weights = 0.0
+
+    def asks(self, tenant: str, now: float, weight: float = 1.0) -> None:
+        """Notes that a tenant has something to do. weight: of its share against other tenants'."""
+        _, old = self._about.pop(tenant, (0.0, 0.0))
+        self._about[tenant] = (now, weight)
+        self._weights += weight - old
+        oldest, (asked_at, lost) = next(iter(self._about.items()))
+        if asked_at < now - _ABOUT_S or len(self._about) > MAX_TENANTS:
+            del self._about[oldest]
+            self._weights -= lost
+
+    def begins(self, tenant: str) -> None:
+        self._running[tenant] += 1
+        self._total += 1
+
+    def ends(self, tenant: str) -> None:
+        self._total -= 1
+        self._running[tenant] -= 1
+        if not self._running[tenant]:
+            del self._running[tenant]
+
+    def age(self, now: float) -> None:
+        """Brings the means up to now; called a few times a second."""
+        kept = math.exp((self._aged_at - now) / _MEAN_S)
+        self._aged_at = now
+        means = {
+            tenant: kept * self._means.get(tenant, 0.0) + (1.0 - kept) * self._running[tenant]
+            for tenant in {**self._means, **self._running}
+        }
+        self._means = {tenant: mean for tenant, mean in means.items() if mean > _FADED}
+        self._mean_rows = kept * self._mean_rows + (1.0 - kept) * self._shared
+        self._weights = math.fsum(weight for _, weight in self._about.values())
+
+    def is_over(self, tenant: str) -> bool:
+        """Whether it wants more than its share, and there are others.
+
+        Who has more than that now is over if it had so for a while, or has far more. Rows that are
+        kept free are part of what is shared: else who lives within its share would seem to be over.
+        """
+        if len(self._about) < 2:
+            return False
+        _, weight = self._about.get(tenant, (0.0, 1.0))
+        part = weight / max(self._weights, weight)
+        share, own = part * self._shared, self._running[tenant]
+        if own <= share:
+            return False
+        wants_more = self._means.get(tenant, 0.0) > part * self._mean_rows
+        return wants_more or own > share + _SPREAD * math.sqrt(share)
+
+    @property
+    def _shared(self) -> int:
+        """Rows to share. Rows of a worker that leaves are still taken for a while."""
+        return max(self.rows, self._total)
+
+
+# A generated token costs a share of a whole step, a prompt token rides in a chunk (VTC's prices).
+PROMPT_PRICE = 1.0
+OUTPUT_PRICE = 2.0
+# Bytes that reach the device in about the time that a decode step gives one of its sequences.
+LOAD_BYTES_A_TOKEN = 512 << 10
+
+MAX_ESTIMATES = 4096
+_FIRST_GUESS = 128.0  # output tokens of a flow without observations
+_NEWEST = 0.1  # weight of the newest observation in a running mean
+
+
+class Flow(NamedTuple):
+    """A party that has turns: a tenant, for one adapter. adapter: digest, or "" for the base."""
+
+    tenant: str
+    adapter: str
+
+
+def load_price(nbytes: int) -> float:
+    """The price in tokens of bringing an adapter of `nbytes` to a device."""
+    return nbytes / LOAD_BYTES_A_TOKEN
+
+
+class OutputEstimate:
+    """How long the outputs of a flow tend to be: a running mean, of at most so many flows."""
+
+    def __init__(self) -> None:
+        self._means = NewestKept[Flow | str, float](MAX_ESTIMATES)
+        self._overall = _FIRST_GUESS
+
+    def expected(self, flow: Flow, max_tokens: int) -> float:
+        """Output tokens to reckon with; `max_tokens` is often no more than the model's limit."""
+        mean = self._means.get(flow)
+        if mean is None:
+            mean = self._means.get(flow.tenant, self._overall)
+        return min(mean, float(max_tokens))
+
+    def observe(self, flow: Flow, num_tokens: int) -> None:
+        self._overall += _NEWEST * (num_tokens - self._overall)
+        for key in (flow, flow.tenant):
+            old = self._means.get(key, float(num_tokens))
+            self._means[key] = old + _NEWEST * (num_tokens - old)
+
+
+class Bill:
+    """The charge for one sequence: prompt and expected output at first, then what really comes.
+
+    parties: the accounts that pay. Call `settle` when the sequence is over, however it ended.
+    """
+
+    __slots__ = ("_estimate", "_expected", "_flow", "_generated", "_parties", "_settled", "_shares")
+
+    def __init__(
+        self,
+        parties: tuple[tuple[FairOrder, Account], ...],
+        flow: Flow,
+        expected: float,
+        estimate: OutputEstimate,
+        shares: TenantShares,
+    ) -> None:
+        shares.begins(flow.tenant)
+        self._shares = shares
+        self._parties = parties
+        self._flow = flow
+        self._expected = expected
+        self._estimate = estimate
+        self._generated = 0
+        self._settled = False
+
+    def generated(self, num_tokens: int) -> None:
+        """Notes that so many tokens came. What exceeds the expected output is charged at once."""
+        before = max(float(self._generated), self._expected)
+        self._generated += num_tokens
+        if self._generated > before:
+            for _, account in self._parties:
+                account.charge(OUTPUT_PRICE * (self._generated - before))
+
+    def settle(self) -> None:
+        """Ends the charge: tokens that never came cost nothing. Once is enough."""
+        if self._settled:
+            return
+        self._settled = True
+        self._shares.ends(self._flow.tenant)
+        if self._generated:  # a request that was cancelled says nothing about output lengths
+            self._estimate.observe(self._flow, self._generated)
+        unused = self._expected - self._generated
+        if unused > 0:
+            for order, account in self._parties:
+                order.refund(account, OUTPUT_PRICE * unused)
+
 
 T = TypeVar("T")
 

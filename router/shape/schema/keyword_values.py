@@ -6,14 +6,13 @@ from fractions import Fraction
 from typing import Any, Protocol
 
 from loraplex.router.shape.schema import keywords
-from loraplex.router.shape.schema.algebra import Algebra
-from loraplex.router.shape.schema.document import Spot
-from loraplex.router.shape.schema.keywords import SchemaRefused, below
+from loraplex.router.shape.schema.keywords import SchemaRefused, Spot, below
 from loraplex.router.shape.schema.values import (
     ANY_TEXT,
     ANY_VALUE,
     NO_TEXT,
     NO_VALUE,
+    Algebra,
     Arrays,
     Field,
     Form,

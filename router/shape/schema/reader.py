@@ -5,17 +5,17 @@ from itertools import combinations
 from typing import Any, NamedTuple
 
 from loraplex.router.shape.schema import keywords
-from loraplex.router.shape.schema.algebra import Algebra, Emptiness
-from loraplex.router.shape.schema.document import Document, Spot
 from loraplex.router.shape.schema.keyword_values import GROUPS, constant_values
-from loraplex.router.shape.schema.keywords import SchemaRefused
+from loraplex.router.shape.schema.keywords import Document, SchemaRefused, Spot
 from loraplex.router.shape.schema.values import (
     ALL,
     ANY_TEXT,
     ANY_VALUE,
     NO_VALUE,
+    Algebra,
     Arrays,
     CannotHold,
+    Emptiness,
     Field,
     Form,
     JsonValues,

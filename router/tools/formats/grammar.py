@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from loraplex.router.shape.lark import ANY_TEXT, Lark
-from loraplex.router.shape.schema.held import LOOSE, json_grammar
+from loraplex.router.shape.schema.json_rules import LOOSE, json_grammar
 from loraplex.router.tools.tools import Tool, Tools
 
 

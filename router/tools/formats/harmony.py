@@ -3,12 +3,11 @@
 import re
 from collections.abc import Collection
 
-from loraplex.router.parts.parts import PartsReader
+from loraplex.router.parts.parts import WHITESPACE, PartsReader, Scan, Steps, StepsReader
 from loraplex.router.parts.reasoning import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, START, TOKENS
-from loraplex.router.parts.scan import WHITESPACE, Scan, Steps, StepsReader
 from loraplex.router.shape.lark import ANY_TEXT, Lark
 from loraplex.router.tools.formats.grammar import arguments_json, free_text_before, several
-from loraplex.router.tools.formats.json_text import flowing_value
+from loraplex.router.tools.formats.json_calls import flowing_value
 from loraplex.router.tools.tools import Tools
 
 _TO = "to=functions."

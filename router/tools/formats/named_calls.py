@@ -6,11 +6,10 @@ from collections.abc import Collection
 
 import msgspec
 
-from loraplex.router.parts.parts import PartsReader
-from loraplex.router.parts.scan import WHITESPACE, Scan, Steps, StepsReader
+from loraplex.router.parts.parts import WHITESPACE, PartsReader, Scan, Steps, StepsReader
 from loraplex.router.shape.lark import Lark
 from loraplex.router.tools.formats.grammar import arguments_json, free_text_before, mixed, several
-from loraplex.router.tools.formats.json_text import flowing_value, rest_of_broken
+from loraplex.router.tools.formats.json_calls import flowing_value, rest_of_broken
 from loraplex.router.tools.tools import Tools
 
 _ID = "/[A-Za-z0-9]{9}/"

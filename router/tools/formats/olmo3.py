@@ -3,8 +3,7 @@
 import json
 from collections.abc import Collection
 
-from loraplex.router.parts.parts import PartsReader
-from loraplex.router.parts.scan import WHITESPACE, Scan, Steps, StepsReader
+from loraplex.router.parts.parts import WHITESPACE, PartsReader, Scan, Steps, StepsReader
 from loraplex.router.shape.lark import Lark
 from loraplex.router.tools.formats.grammar import free_text_before, mixed, several
 from loraplex.router.tools.formats.pythonic import body_of_call, read_arguments, read_rest

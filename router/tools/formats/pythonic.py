@@ -4,12 +4,11 @@ import json
 import re
 from collections.abc import Collection
 
-from loraplex.router.parts.parts import PartsReader
-from loraplex.router.parts.scan import Scan, Steps, StepsReader
+from loraplex.router.parts.parts import PartsReader, Scan, Steps, StepsReader
 from loraplex.router.shape.lark import Lark
-from loraplex.router.shape.schema.held import LOOSE, ONE_LINE, json_grammar
+from loraplex.router.shape.schema.json_rules import LOOSE, ONE_LINE, json_grammar
 from loraplex.router.tools.formats.grammar import arguments_schema, keeps_schema, one_call_alone
-from loraplex.router.tools.formats.parameters import Schema, is_plain, one_type, separate_arguments
+from loraplex.router.tools.formats.tagged import Schema, is_plain, one_type, separate_arguments
 from loraplex.router.tools.tools import Tool, Tools
 
 _KEY = re.compile(r"[A-Za-z0-9_]*")

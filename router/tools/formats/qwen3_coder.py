@@ -3,12 +3,10 @@
 import json
 from collections.abc import Mapping
 
-from loraplex.router.parts.parts import PartsReader
-from loraplex.router.parts.scan import WHITESPACE, Scan, Steps, StepsReader
+from loraplex.router.parts.parts import WHITESPACE, PartsReader, Scan, Steps, StepsReader
 from loraplex.router.shape.lark import Lark
 from loraplex.router.tools.formats.grammar import free_text_before, mixed, several
-from loraplex.router.tools.formats.parameters import Schema
-from loraplex.router.tools.formats.tagged import LINE, ArgumentTags, properties
+from loraplex.router.tools.formats.tagged import LINE, ArgumentTags, Schema, properties
 from loraplex.router.tools.tools import Tools
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"

@@ -7,8 +7,7 @@ from loraplex.server.engine.executor import ExecutorLimits
 from loraplex.server.engine.memory.pages import GroupPages, PageHash, PagePool, group_key
 from loraplex.server.engine.scheduling.sequence import Sequence
 from loraplex.server.engine.scheduling.states import SequenceStates
-from loraplex.server.engine.swapping.all_swaps import AllSwaps
-from loraplex.server.engine.swapping.swaps import PageSwaps
+from loraplex.server.engine.swapping.swaps import AllSwaps, PageSwaps
 
 Knows = Callable[[PageHash], bool]
 # A prompt waits for another sequence's prefill of the same tokens if that saves at least this many.

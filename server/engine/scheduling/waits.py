@@ -6,7 +6,7 @@ from loraplex.server.constraints.wishes import ConstraintWish
 from loraplex.server.engine.scheduling.loading import AdapterLoads
 from loraplex.server.engine.scheduling.picture_loads import PictureLoads
 from loraplex.server.engine.scheduling.sequence import BY_PRECEDENCE, Precedence, Sequence, State
-from loraplex.server.engine.swapping.all_swaps import AllSwaps
+from loraplex.server.engine.swapping.swaps import AllSwaps
 
 # Most sequences end before their deadline. The heap keeps at most this many of them.
 _LEFTOVERS = 1000

@@ -1,19 +1,108 @@
-"""Copies of pages between the device, host memory and the disk: of which, and when. Pure.
+"""Copies of pages and snapshots between the device, host memory and the disk: of which, and when.
+Pure.
 
 Pages are copied to host memory before the device needs their room, and from there to the disk
 before host memory needs it: those that would be overwritten next. So a page that is overwritten is
 mostly one of two. What is copied holds its page and its slot until the copy is over.
 """
 
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count, islice
+from typing import NamedTuple
 
 from loraplex.server.engine.executor import ExecutorLimits, PageCopies, PagesCopied, PageWay
 from loraplex.server.engine.memory.pages import PageHash, PagePool
 from loraplex.server.engine.messages import SwapStats
-from loraplex.server.engine.swapping.page_store import PageStore
+
+
+class Taken(NamedTuple):
+    """A slot to write. evicted: whose content was kept there."""
+
+    slot: int
+    evicted: PageHash | None
+
+
+class PageStore:
+    """A slot is free, being written, or kept under the hash of what it holds.
+
+    A kept one gives way when none is free, the least recently used first. What is being read gives
+    way to nothing. Several may read a slot at once. One that is forgotten meanwhile is free once
+    they are done.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._free = list(range(count - 1, -1, -1))
+        self._kept: OrderedDict[PageHash, int] = OrderedDict()  # the least recently used first
+        self._reads: dict[int, int] = {}  # of slots that are read, by how many
+        self._forgotten: set[int] = set()
+
+    def knows(self, digest: PageHash) -> bool:
+        return digest in self._kept
+
+    def take(self) -> Taken | None:
+        """A slot to write, which comes back by `keep` or `give_back`; None = all are in use."""
+        if self._free:
+            return Taken(self._free.pop(), None)
+        for digest, slot in self._kept.items():
+            if slot not in self._reads:
+                del self._kept[digest]
+                return Taken(slot, digest)
+        return None
+
+    def keep(self, slot: int, digest: PageHash) -> None:
+        """A taken slot holds this content. The first one of them is kept."""
+        if digest in self._kept:
+            self.give_back(slot)
+        else:
+            self._kept[digest] = slot
+
+    def give_back(self, slot: int) -> None:
+        """A taken slot holds nothing."""
+        self._free.append(slot)
+
+    @property
+    def num_kept(self) -> int:
+        return len(self._kept)
+
+    def use(self, digest: PageHash) -> int:
+        """As `hold`, of a page that a sequence wants."""
+        self._kept.move_to_end(digest)
+        return self.hold(digest)
+
+    def hold(self, digest: PageHash) -> int:
+        """The slot of a kept page, to read it until `let_go`."""
+        slot = self._kept[digest]
+        self._reads[slot] = self._reads.get(slot, 0) + 1
+        return slot
+
+    def let_go(self, slot: int) -> None:
+        """One reader of the slot is done."""
+        self._reads[slot] -= 1
+        if self._reads[slot]:
+            return
+        del self._reads[slot]
+        if slot in self._forgotten:
+            self._forgotten.discard(slot)
+            self._free.append(slot)
+
+    def forget(self, digest: PageHash) -> bool:
+        """No further reader gets this page. Whether it was kept."""
+        slot = self._kept.pop(digest, None)
+        if slot is None:
+            return False
+        if slot in self._reads:
+            self._forgotten.add(slot)
+        else:
+            self._free.append(slot)
+        return True
+
+    def at_risk(self, count: int) -> Iterator[PageHash]:
+        """Pages that give way to the next `count` others, as far as nobody reads them."""
+        return islice(self._kept, max(0, count - len(self._free)))
+
 
 # Tokens whose pages are copied together. Two such copies of each way are under way at most, so
 # that the bus is never idle and a copy that is wanted soon waits for little.
@@ -369,3 +458,42 @@ class PageSwaps:
             self._of_states,
         )
         self._copies.append(copies)
+
+
+class AllSwaps:
+    """Passes on what concerns both. A sequence waits for pages or for a snapshot, one at a time."""
+
+    def __init__(self, *swaps: PageSwaps) -> None:
+        self._swaps = [each for each in swaps if each]
+
+    @property
+    def is_copying(self) -> bool:
+        return any(each.is_copying for each in self._swaps)
+
+    @property
+    def next_look(self) -> float | None:
+        """As of `PageSwaps.next_look`."""
+        looks = (each.next_look for each in self._swaps)
+        return min((look for look in looks if look is not None), default=None)
+
+    def go_on(self, now: float) -> None:
+        """Begin the copies that there is reason and room for."""
+        for each in self._swaps:
+            each.go_on(now)
+
+    def take_copies(self) -> list[PageCopies]:
+        """Copies that begin now, in this order."""
+        return [*chain.from_iterable(each.take_copies() for each in self._swaps)]
+
+    def over(self, news: PagesCopied, now: float) -> None:
+        """Note the end of copies."""
+        next(each for each in self._swaps if each.has_begun(news.number)).over(news, now)
+
+    def take_recalled(self) -> list[int]:
+        """Keys of sequences whose recalls are over, as of `PageSwaps.take_recalled`."""
+        return [*chain.from_iterable(each.take_recalled() for each in self._swaps)]
+
+    def abandon(self, key: int) -> None:
+        """The sequence waits no more."""
+        for each in self._swaps:
+            each.abandon(key)

@@ -24,7 +24,7 @@ from loraplex.server.kernels.attention.pages import (
     scaled_weights,
     widened,
 )
-from loraplex.server.kernels.attention.rotation import (
+from loraplex.server.kernels.attention.rope_append import (
     QkNorm,
     Rotation,
     head_factor,
@@ -38,7 +38,7 @@ from loraplex.server.kernels.attention.rotation import (
 from loraplex.server.kernels.attention.scores import LOG2_E, NO_SCORE, ScoreRule, capped, slopes_of
 from loraplex.server.kernels.launch.launch import follow
 from loraplex.server.kernels.lora.pending import PendingDelta, delta_arguments
-from loraplex.server.kernels.lora.record import ranks_at, record_of
+from loraplex.server.kernels.lora.tiles import ranks_at, record_of
 
 # Programs, from which on they are some, or many.
 _SOME, _MANY = 512, 768

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from loraplex.server.kernels.attention.decode_attention import DecodeBatchView
 from loraplex.server.kernels.attention.pages import place_in_pages
-from loraplex.server.kernels.attention.rotation import Rotation, load_angles, pair_columns
+from loraplex.server.kernels.attention.rope_append import Rotation, load_angles, pair_columns
 from loraplex.server.kernels.launch.launch import let_next_start, wait
 from loraplex.server.kernels.lora.latent_lora import LatentProduct, absorb_block
 

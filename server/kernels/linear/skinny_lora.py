@@ -32,9 +32,9 @@ from loraplex.server.kernels.linear.stack import (
     seen_before,
     stack_of,
 )
-from loraplex.server.kernels.lora.checks import padded_widths
-from loraplex.server.kernels.lora.record import a_at, record_of, total_rank_at
+from loraplex.server.kernels.lora.segments import padded_widths
 from loraplex.server.kernels.lora.table import LoraTable
+from loraplex.server.kernels.lora.tiles import a_at, record_of, total_rank_at
 from loraplex.server.kernels.lora.workspace import Workspace
 
 # Of any value: one compiled kernel serves all.

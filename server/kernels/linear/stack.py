@@ -14,9 +14,8 @@ import triton.language as tl
 
 from loraplex.server.kernels.launch.launch import still_to_come
 from loraplex.server.kernels.linear.skinny import rows_at_once
-from loraplex.server.kernels.lora.low_rank import in_eights
-from loraplex.server.kernels.lora.record import b_at, ranks_at, record_of, scales_at
 from loraplex.server.kernels.lora.table import MAX_PROJECTIONS, MAX_RANK, LoraTable
+from loraplex.server.kernels.lora.tiles import b_at, in_eights, ranks_at, record_of, scales_at
 
 EIGHTS_OF_ROW: tl.constexpr = tl.constexpr(MAX_RANK // 8)
 _PROJECTIONS = tl.constexpr(MAX_PROJECTIONS)

@@ -14,22 +14,19 @@ import triton.language as tl
 
 from loraplex.server.kernels.launch.configs import ExpandConfig
 from loraplex.server.kernels.launch.launch import dot_precision, load_first
-from loraplex.server.kernels.lora.checks import check_context, check_rows, padded_widths
-from loraplex.server.kernels.lora.low_rank import (
-    LowRank,
-    even_rank,
-    load_b,
-    load_v,
-    low_rank_one,
-    product,
-)
-from loraplex.server.kernels.lora.segments import Segments
+from loraplex.server.kernels.lora.segments import Segments, check_context, check_rows, padded_widths
 from loraplex.server.kernels.lora.table import LoraTable
 from loraplex.server.kernels.lora.tiles import (
+    LowRank,
     Records,
+    even_rank,
+    load_b,
     load_projection,
     load_tile,
+    load_v,
     low_rank_of,
+    low_rank_one,
+    product,
     small_tile,
     split_share,
     take_range,

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from loraplex.server.kernels.launch.launch import let_next_start, wait
-from loraplex.server.kernels.lora.record import a_at, b_at, ranks_at, record_of, scales_at
 from loraplex.server.kernels.lora.table import LoraTable
+from loraplex.server.kernels.lora.tiles import a_at, b_at, ranks_at, record_of, scales_at
 
 _RANKS = 16
 # With more tokens the library's batched product reads less.

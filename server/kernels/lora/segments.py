@@ -1,17 +1,21 @@
-"""From each row's adapter slot to tiles of rows that share an adapter, all on the device.
+"""From each row's adapter slot to tiles of rows that share an adapter, all on the device; and the
+wrappers' checks of these.
 
 The grids of the other kernels cover the worst case and read the number of tiles from the device, so
-a captured graph stays valid for any assignment of adapters to rows.
+a captured graph stays valid for any assignment of adapters to rows. Checks are the host's: no
+device sync.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-from loraplex.server.kernels.lora.record import record_of, widest_rank_at
-from loraplex.server.kernels.lora.table import LoraTable
+from loraplex.server.kernels.lora.table import MAX_PROJECTIONS, LoraTable
+from loraplex.server.kernels.lora.tiles import record_of, widest_rank_at
+from loraplex.server.kernels.lora.workspace import Workspace
 
 MAX_FUSED_ROWS = 512
 TILE_WORDS = 4  # slot, first position in `order`, rows, share
@@ -201,3 +205,45 @@ def _route_torch(slots: torch.Tensor, segments: Segments) -> None:
     segments.tiles[:, 2] = (counts[slot] - done).clamp_(0, size)
     segments.tiles[:, 3] = 0
     segments.num_tiles.copy_(ends[-2:])
+
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_rows(name: str, matrix: torch.Tensor, segments: Segments, workspace: Workspace) -> None:
+    """Check that `matrix` holds the batch's rows, in a dtype that the kernels compute. Raises
+    ValueError where it does not.
+    """
+    if matrix.dim() != 2 or matrix.shape[0] != segments.rows:
+        raise ValueError(f"{name} must be [{segments.rows}, features], got {list(matrix.shape)}")
+    if matrix.stride(1) != 1 and matrix.shape[1] > 1:
+        raise ValueError(f"the last dimension of {name} must be contiguous: {matrix.stride()}")
+    if matrix.dtype not in DTYPES or matrix.dtype != workspace.dtype:
+        raise ValueError(f"{name} is {matrix.dtype}, the workspace for {workspace.dtype}")
+    if matrix.device != segments.order.device:
+        raise ValueError(f"{name} is on {matrix.device}, not {segments.order.device}")
+
+
+def check_context(table: LoraTable, site: int, segments: Segments, workspace: Workspace) -> None:
+    """Check that all a launch reads besides its rows fits together. Raises ValueError."""
+    table.check_site(site)
+    table.check_slots(segments.num_slots)
+    if segments.rows > workspace.rows:
+        raise ValueError(f"{segments.rows} rows, a workspace of {workspace.rows}")
+    devices = {table.words.device, segments.order.device, workspace.planes.device}
+    if len(devices) != 1:
+        raise ValueError(f"table, segments and workspace are on {sorted(map(str, devices))}")
+
+
+def check_whole_tiles(segments: Segments) -> None:
+    """Check that each tile is listed once. Raises ValueError where one is not."""
+    if segments.max_parts > 1:
+        raise ValueError(f"tiles are shared out in up to {segments.max_parts} parts")
+
+
+def padded_widths(widths: Sequence[int], features: int) -> tuple[int, int, int]:
+    """Output features of a site's 1 to 3 projections, 0 for those it lacks. Raises ValueError."""
+    if not 1 <= len(widths) <= MAX_PROJECTIONS or sum(widths) != features or min(widths) < 1:
+        raise ValueError(f"widths {list(widths)} do not add up to {features} columns")
+    first, second, third = (*widths, 0, 0)[:MAX_PROJECTIONS]
+    return first, second, third

@@ -12,17 +12,18 @@ import triton.language as tl
 
 from loraplex.server.kernels.launch.configs import ShrinkConfig
 from loraplex.server.kernels.launch.launch import dot_precision, wait
-from loraplex.server.kernels.lora.checks import check_context, check_rows
-from loraplex.server.kernels.lora.record import a_at, ranks_at, total_rank_at
-from loraplex.server.kernels.lora.segments import Segments
+from loraplex.server.kernels.lora.segments import Segments, check_context, check_rows
 from loraplex.server.kernels.lora.table import LoraTable
 from loraplex.server.kernels.lora.tiles import (
     Tile,
+    a_at,
     cut_ranks,
     load_tile,
+    ranks_at,
     small_tile,
     split_share,
     tile_rows,
+    total_rank_at,
 )
 from loraplex.server.kernels.lora.workspace import Workspace
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from loraplex.server.kernels.launch.launch import follow
-from loraplex.server.kernels.moe.tiles import ExpertTiles, expert_tiles, max_tiles
+from loraplex.server.kernels.moe.grouped import ExpertTiles, expert_tiles, max_tiles
 
 # The most rows whose places one program finds sooner than two kernels do.
 _MOST_COMPARED = 32

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 
 from loraplex.server.kernels.launch.launch import follow
-from loraplex.server.kernels.lora.record import (
+from loraplex.server.kernels.lora.table import MAX_RANK, LoraTable
+from loraplex.server.kernels.lora.tiles import (
     a_at,
     b_at,
     ranks_at,
@@ -20,8 +21,7 @@ from loraplex.server.kernels.lora.record import (
     scales_at,
     total_rank_at,
 )
-from loraplex.server.kernels.lora.table import MAX_RANK, LoraTable
-from loraplex.server.kernels.moe.tiles import ExpertTiles
+from loraplex.server.kernels.moe.grouped import ExpertTiles
 
 _ROWS = tl.constexpr(16)
 _RANKS = tl.constexpr(16)

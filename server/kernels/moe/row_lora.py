@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 from loraplex.server.kernels.launch.launch import follow
-from loraplex.server.kernels.lora.record import (
+from loraplex.server.kernels.lora.table import MAX_RANK
+from loraplex.server.kernels.lora.tiles import (
     a_at,
     b_at,
     ranks_at,
@@ -18,9 +19,8 @@ from loraplex.server.kernels.lora.record import (
     scales_at,
     total_rank_at,
 )
-from loraplex.server.kernels.lora.table import MAX_RANK
 from loraplex.server.kernels.moe.expert_lora import ExpertLora, check_expert_lora
-from loraplex.server.kernels.moe.tiles import ExpertTiles
+from loraplex.server.kernels.moe.grouped import ExpertTiles
 from loraplex.server.kernels.pointwise.gated import (
     ExpertActivation,
     activated,

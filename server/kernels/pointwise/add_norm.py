@@ -11,7 +11,7 @@ from loraplex.server.kernels.launch.launch import follow
 from loraplex.server.kernels.linear.round_rows import rounded_arguments, store_rounded
 from loraplex.server.kernels.linear.row_form import Rounding
 from loraplex.server.kernels.lora.pending import PendingDelta, delta_arguments
-from loraplex.server.kernels.lora.record import touches
+from loraplex.server.kernels.lora.tiles import touches
 
 # Weight `[features]` and epsilon.
 RmsNorm = tuple[torch.Tensor, float]

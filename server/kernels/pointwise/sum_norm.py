@@ -10,7 +10,7 @@ import triton.language as tl
 
 from loraplex.server.kernels.launch.launch import follow
 from loraplex.server.kernels.lora.pending import PendingDelta, delta_arguments
-from loraplex.server.kernels.lora.record import touches
+from loraplex.server.kernels.lora.tiles import touches
 from loraplex.server.kernels.pointwise.add_norm import (
     RmsNorm,
     branch,

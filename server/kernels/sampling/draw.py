@@ -4,7 +4,7 @@ What top_k and top_p keep is all that reaches some logit. That logit is searched
 its number, two at a time: each pass adds up, for three logits in question, what lies at or above
 each of them (how many ids for top_k, which mass for top_p). One program does a whole row in one
 order, so that neither batch nor neighbours change a draw. The draw is an inverse CDF in the order
-of ids, of the same random number as `loraplex.server.model.sampling.philox`.
+of ids, of the same random number as `loraplex.server.model.sampling.sampling`.
 """
 
 from dataclasses import dataclass

@@ -6,8 +6,7 @@ from functools import partial
 import torch
 
 from loraplex.server.model.checkpoint.area import Area, UnpackedArea
-from loraplex.server.model.checkpoint.cuts import Cut
-from loraplex.server.model.checkpoint.unpack import grouped
+from loraplex.server.model.checkpoint.unpack import Cut, grouped
 from loraplex.server.model.linear.packed import PackedWeight, joined
 from loraplex.server.model.spec.linear_spec import ExpertStorage, LinearSpec, Part
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from loraplex.adapters.violations import shown
+from loraplex.adapters.errors import shown
 from loraplex.server.model.spec.model_spec import Activation
 from loraplex.server.model.spec.vector_forms import DenseForm, SentenceFiles
 from loraplex.server.protocol import TextPooling

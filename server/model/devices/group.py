@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from loraplex.adapters.sharding import WHOLE, Shard
+from loraplex.adapters.base import WHOLE, Shard
 from loraplex.server.kernels.pointwise.shared_terms import SharedTerms
 
 # As `Group.sum`.

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from loraplex.adapters.sharding import Shard
+from loraplex.adapters.base import Shard
 from loraplex.server.config import set_unset_variables
 from loraplex.server.kernels.pointwise.shared_terms import SharedTerms
 from loraplex.server.model.devices.group import term_rows

@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from loraplex.adapters.sharding import Shard, Span, heads_of, total_width
+from loraplex.adapters.base import Shard, Span, heads_of, total_width
 from loraplex.server.config import ConfigError
 from loraplex.server.model.spec.latent_spec import LatentSpec
 from loraplex.server.model.spec.linear_spec import LinearSpec, Part

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from loraplex.adapters.sharding import UNGROUPED, Groups, Span
+from loraplex.adapters.base import UNGROUPED, Groups, Span
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.spec.linear_spec import LinearSpec, Part
 from loraplex.server.model.spec.model_spec import (

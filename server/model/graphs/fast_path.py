@@ -12,14 +12,12 @@ from loraplex.adapters.base import Role
 from loraplex.server.engine.executor import ExecutorLimits
 from loraplex.server.kernels.launch.compile_ahead import compiled_together, tell_of_late_kernels
 from loraplex.server.model.decoder import Decoder
-from loraplex.server.model.graphs.decode_graphs import DecodeGraphs
 from loraplex.server.model.graphs.parts import Built, Parts
 from loraplex.server.model.graphs.start_phases import StartPhases
-from loraplex.server.model.graphs.token_graphs import TokenGraphs
+from loraplex.server.model.graphs.token_graphs import DecodeGraphs, TokenGraphs
 from loraplex.server.model.graphs.warm_up import prompts_of, run_steps, run_texts
-from loraplex.server.model.linear.experts import MoeWeights
-from loraplex.server.model.linear.linear import Linear
-from loraplex.server.model.linear.rounded import row_form
+from loraplex.server.model.linear.linear import Linear, MoeWeights
+from loraplex.server.model.linear.quantised import row_form
 from loraplex.server.model.lora.lora import Reach
 from loraplex.server.model.ops.attention.attention_cuda import PagedAttention, prompt_backend
 from loraplex.server.model.ops.attention.prompt_attention import (
@@ -48,7 +46,7 @@ from loraplex.server.model.ops.sizes import (
 )
 from loraplex.server.model.routed_experts import chosen_experts
 from loraplex.server.model.sampling.draws_cuda import CudaDraws
-from loraplex.server.model.sampling.draws_torch import TorchDraws
+from loraplex.server.model.sampling.sampler import TorchDraws
 from loraplex.server.model.weights import LayerWeights
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from loraplex.server.model.graphs.start_phases import StartPhases
 from loraplex.server.model.ops.kernel_limits import unsupported
 from loraplex.server.model.ops.ops_torch import TorchOps
 from loraplex.server.model.routed_experts import chosen_experts
-from loraplex.server.model.sampling.draws_torch import TorchDraws
+from loraplex.server.model.sampling.sampler import TorchDraws
 from loraplex.server.model.spec.model_spec import ModelSpec
 
 log = logging.getLogger(__name__)

@@ -12,11 +12,11 @@ from loraplex.server.model.ops.memory import LOGITS_ROWS
 from loraplex.server.model.ops.ops import KVCache
 from loraplex.server.model.ops.row_states import RowStates
 from loraplex.server.model.routed_experts import ChosenExperts
-from loraplex.server.model.sampling.row_sampling import RowSampling
 from loraplex.server.model.sampling.sampler import Draws
+from loraplex.server.model.sampling.sampling import RowSampling
 from loraplex.server.model.spec.model_spec import ModelSpec
 from loraplex.server.model.steps.rows import Rows
-from loraplex.server.model.tower.picture_store import PictureStore
+from loraplex.server.model.tower.tower import PictureStore
 from loraplex.server.model.weights import ModelWeights
 
 

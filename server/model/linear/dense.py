@@ -101,7 +101,7 @@ class DenseLinear(Product):
             skinny_product(x, self.weight, self.bias, out, way)
             return out
         if isinstance(way, Fixed):
-            from loraplex.server.kernels.linear.fixed import fixed_product
+            from loraplex.server.kernels.linear.skinny import fixed_product
 
             out = x.new_empty(len(x), self.out_features) if out is None else out
             fixed_product(x, self.weight, self.bias, out, way.num_stages)

@@ -24,7 +24,7 @@ class OwnRows:
     """Rows of an embedding or head that an adapter has of its own. rows: `[n, hidden]`. ids: int64
     `[n]`, the token of each; None = all tokens of the adapter's vocabulary, which may be smaller
     or larger than the base's. size: of that vocabulary. Of devices that share the base each has
-    the rows of its tokens, perhaps none, and counts them as `loraplex.adapters.token_rows` says.
+    the rows of its tokens, perhaps none, and counts them as `loraplex.adapters.base` says.
     addends: what is added to the base's bias, `[vocab]` of the device; None = nothing is.
     """
 

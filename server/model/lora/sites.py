@@ -12,11 +12,18 @@ from math import prod
 import numpy as np
 from msgspec.structs import replace
 
-from loraplex.adapters.base import MAX_NEW_IDS, MODEL_SITES, Role
+from loraplex.adapters.base import (
+    MAX_NEW_IDS,
+    MODEL_SITES,
+    WHOLE,
+    Role,
+    Shard,
+    Sharding,
+    ids_of_shard,
+    rows_of_each,
+)
 from loraplex.adapters.manifest import SiteLayout, SlabLayout
-from loraplex.adapters.sharding import WHOLE, Shard, Sharding
 from loraplex.adapters.slab.layout import num_vectors
-from loraplex.adapters.token_rows import ids_of_shard, rows_of_each
 from loraplex.server.kernels.lora.table import MAX_PROJECTIONS
 from loraplex.server.model.spec.linear_spec import LinearSpec
 from loraplex.server.model.spec.model_spec import ModelSpec, StepSpec
@@ -206,7 +213,7 @@ class TowerSites(Sites):
 class PlacedTable:
     """Rows in place of the base's, those that the device has. site: its number. begin: bytes from
     the arena's start. ids: the token of each, as the device counts them
-    (`loraplex.adapters.token_rows`); None = all tokens. size: of the adapter's vocabulary."""
+    (`loraplex.adapters.base`); None = all tokens. size: of the adapter's vocabulary."""
 
     site: int
     begin: int

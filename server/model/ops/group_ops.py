@@ -7,8 +7,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 import torch
 
-from loraplex.adapters.sharding import heads_of
-from loraplex.adapters.token_rows import new_ids_width, tokens_of_shard
+from loraplex.adapters.base import heads_of, new_ids_width, tokens_of_shard
 from loraplex.server.kernels.pointwise.shared_terms import SharedTerms
 from loraplex.server.model.devices.group import DeviceSum, Group
 from loraplex.server.model.linear.linear import Linear
@@ -16,7 +15,7 @@ from loraplex.server.model.lora.own_rows import OwnSegment, has_new_ids
 from loraplex.server.model.lora.sites import Site
 from loraplex.server.model.ops.ops import Ops, StepLayout
 from loraplex.server.model.spec.model_spec import AttentionSpec, ModelSpec
-from loraplex.server.model.state_weights import StateWeights
+from loraplex.server.model.weight_source import StateWeights
 from loraplex.server.model.weights import AttentionWeights
 
 

@@ -12,14 +12,13 @@ import numpy as np
 import torch
 
 from loraplex.server.model.latent_weights import LatentWeights
-from loraplex.server.model.linear.experts import MoeWeights
-from loraplex.server.model.linear.linear import Linear
+from loraplex.server.model.linear.linear import Linear, MoeWeights
 from loraplex.server.model.lora.sites import BranchSites, Site
 from loraplex.server.model.ops.transfers import to_device
 from loraplex.server.model.spec.latent_spec import LatentSpec
 from loraplex.server.model.spec.model_spec import Activation, AttentionSpec, ModelSpec
 from loraplex.server.model.spec.page_groups import NO_PAGES, PageGroups
-from loraplex.server.model.state_weights import StateWeights
+from loraplex.server.model.weight_source import StateWeights
 from loraplex.server.model.weights import AttentionWeights, KvScales, Norm
 
 # Of keys, and of values.

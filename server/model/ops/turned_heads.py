@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from loraplex.server.model.ops.ops import StepLayout
-from loraplex.server.model.ops.pointwise import rms_norm
+from loraplex.server.model.ops.products_torch import rms_norm
 from loraplex.server.model.ops.rope import cos_sin, inverse_frequencies, rotate, sections_of
 from loraplex.server.model.spec.model_spec import AttentionSpec, ModelSpec, PositionScale, RopeSpec
 from loraplex.server.model.weights import RmsNorm

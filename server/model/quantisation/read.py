@@ -1,25 +1,202 @@
-"""From the table `quantization_config` to a Quantisation. Pure."""
+"""From the table `quantization_config` to a Quantisation; the form of compressed-tensors, which
+llm-compressor writes, included. Pure."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
-from loraplex.server.model.quantisation.compressed_tensors import read_compressed_tensors
 from loraplex.server.model.quantisation.forms import (
     AwqForm,
+    EightBitForm,
     FourBitForm,
     Fp4Form,
     GptqForm,
+    InputForm,
+    PackedForm,
     RowwiseForm,
+    Scales,
+    WeightForm,
 )
-from loraplex.server.model.quantisation.fp8 import read_fbgemm, read_fp8
+from loraplex.server.model.quantisation.fp8 import block_of, read_fbgemm, read_fp8
 from loraplex.server.model.quantisation.quantisation import (
     Quantisation,
     QuantisationRule,
     of_every_module,
 )
 from loraplex.server.model.quantisation.settings import Table, bits, flag, group_size, inner, one_of
+
+_PATTERN = "re:"
+_EVERY = ("Linear",)
+_FORMATS = (
+    *("pack-quantized", "float-quantized", "int-quantized", "naive-quantized"),
+    *("nvfp4-pack-quantized", "mxfp4-pack-quantized"),
+)
+_MIXED = "mixed-precision"
+
+
+class _Group(NamedTuple):
+    """Modules that are quantised alike. scheme: for people."""
+
+    targets: tuple[str, ...]
+    form: WeightForm
+    scheme: str
+
+
+def read_compressed_tensors(table: Table) -> Quantisation:
+    """Groups of modules, each with a scheme: those with a name win over those with a pattern, and
+    both over classes of modules. What is ignored shows in the tensors."""
+    _refuse_other_maths(table)
+    groups = [_group(table, name, inner(table["config_groups"], name)) for name in _names(table)]
+    ranked = sorted(_rules(groups), key=lambda item: item[0])
+    schemes = dict.fromkeys(group.scheme for group in groups)
+    return Quantisation(
+        f"{' and '.join(schemes)} (compressed-tensors)", tuple(rule for _, rule in ranked)
+    )
+
+
+def _refuse_other_maths(table: Table) -> None:
+    status = table.get("quantization_status")
+    if status not in (None, "compressed"):
+        raise ValueError(f"quantization_status must be compressed, got {status!r}")
+    sparse = inner(table, "sparsity_config").get("format")
+    if sparse not in (None, "dense"):
+        raise ValueError(f"sparsity_config: the format {sparse!r} is not served")
+    if inner(table, "transform_config").get("config_groups"):
+        raise ValueError("transform_config: rotations of activations are not served")
+
+
+def _names(table: Table) -> list[str]:
+    names = list(inner(table, "config_groups"))
+    if not names:
+        raise ValueError("config_groups must name a group")
+    return names
+
+
+def _rules(groups: list[_Group]) -> Iterator[tuple[int, QuantisationRule]]:
+    for group in groups:
+        for target in group.targets:
+            if target in _EVERY:
+                yield 2, QuantisationRule(None, group.form)
+            elif target.startswith(_PATTERN):
+                yield 1, QuantisationRule(_checked(target.removeprefix(_PATTERN)), group.form)
+            else:
+                yield 0, QuantisationRule(re.escape(target) + r"\Z", group.form)
+
+
+def _checked(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"targets: {pattern!r} is no regular expression ({error})") from None
+    return pattern
+
+
+def _group(table: Table, name: str, group: Table) -> _Group:
+    targets, weights = group.get("targets"), group.get("weights")
+    if not isinstance(targets, list) or not all(isinstance(each, str) for each in targets):
+        raise ValueError(f"{name}: targets must be a list of names, got {targets!r}")
+    if not isinstance(weights, Mapping):
+        raise ValueError(f"{name}: weights must be a table, got {weights!r}")
+    own = group if group.get("format") is not None else table
+    if own is table and table.get("format") == _MIXED:
+        raise ValueError(f"{name}: format is missing")
+    layout = one_of(own, "format", _FORMATS)
+    form: PackedForm | EightBitForm | Fp4Form
+    match layout:
+        case "pack-quantized":
+            form = _packed(weights)
+        case "nvfp4-pack-quantized" | "mxfp4-pack-quantized":
+            form = _four_bit_floats(weights, layout)
+        case _:
+            form = _eight_bits(weights, _inputs(inner(group, "input_activations")))
+    return _Group(tuple(targets), form, _scheme(form))
+
+
+def _packed(weights: Table) -> PackedForm:
+    one_of(weights, "type", ("int",), "int")
+    width = cast(Literal[4, 8], bits(weights, "num_bits", served=(4, 8)))
+    scales = one_of(weights, "strategy", ("tensor", "channel", "group"), _usual(weights))
+    asymmetric = not flag(weights, "symmetric", True)
+    if scales == "tensor" and asymmetric:
+        raise ValueError("weights: zero points need a scale for each output or group")
+    size = group_size(weights, "group_size") if scales == "group" else None
+    return PackedForm(width, cast(Literal["tensor", "channel", "group"], scales), size, asymmetric)
+
+
+def _four_bit_floats(weights: Table, layout: str) -> Fp4Form:
+    """Inputs that such a checkpoint rounds to FP4 stay as they are."""
+    one_of(weights, "type", ("float",), "float")
+    bits(weights, "num_bits", served=(4,))
+    if not flag(weights, "symmetric", True):
+        raise ValueError("weights: FP4 has no zero points")
+    form = Fp4Form(32)
+    if layout == "nvfp4-pack-quantized":
+        form = Fp4Form(16, whole="weight_global_scale", divides=True)
+    size = group_size(weights, "group_size", default=form.group)
+    if size != form.group:
+        raise ValueError(f"group_size must be {form.group} in {layout}, got {size}")
+    return form
+
+
+def _inputs(table: Table) -> InputForm | None:
+    """How inputs are rounded. A scale of all tokens of a batch would make a token's result depend
+    on its neighbours: each token has its own. Inputs with zero points stay as they are.
+    """
+    if not table:
+        return None
+    numbers: Literal["fp8", "int8"] = "int8"
+    if one_of(table, "type", ("int", "float"), "int") == "float":
+        numbers = "fp8"
+    elif not flag(table, "symmetric", True):
+        return None
+    bits(table, "num_bits", served=(8,))
+    names = ("token", "group", "tensor")
+    scales = cast(Literal["token", "group", "tensor"], one_of(table, "strategy", names, "tensor"))
+    if scales == "group":
+        size = group_size(table, "group_size", default=128) or 0
+        return InputForm("group", size, numbers=numbers)
+    is_dynamic = table.get("dynamic") not in (None, False)
+    return InputForm("token" if is_dynamic else scales, numbers=numbers)
+
+
+def _eight_bits(weights: Table, inputs: InputForm | None) -> EightBitForm:
+    bits(weights, "num_bits", served=(8,))
+    is_float = one_of(weights, "type", ("int", "float"), "int") == "float"
+    names = ("tensor", "channel", "group", "block")
+    scales = cast(Scales, one_of(weights, "strategy", names, _usual(weights)))
+    block = (1, 1)
+    if scales == "block":
+        block = block_of(weights.get("block_structure"), "block_structure")
+    elif scales == "group":
+        block = (1, group_size(weights, "group_size", default=128) or 1)
+    asymmetric = not flag(weights, "symmetric", True)
+    if is_float and asymmetric:
+        raise ValueError("weights: FP8 has no zero points")
+    if is_float:
+        return EightBitForm("fp8", scales, block, inputs=inputs)
+    return EightBitForm("int8", scales, block, asymmetric=asymmetric, inputs=inputs)
+
+
+def _usual(weights: Table) -> str:
+    return "tensor" if weights.get("group_size") is None else "group"
+
+
+def _scheme(form: PackedForm | EightBitForm | Fp4Form) -> str:
+    if isinstance(form, Fp4Form):
+        return "MXFP4" if form.whole is None else "NVFP4"
+    if isinstance(form, PackedForm):
+        name = f"int{form.bits}"
+        return name if form.group is None else f"{name} in groups of {form.group}"
+    name = {"fp8": "FP8", "int8": "int8"}[form.numbers]
+    parts = {
+        "tensor": "one scale a matrix",
+        "channel": "a scale for each output",
+        "group": f"groups of {form.block[1]}",
+        "block": f"blocks of {form.block[0]} x {form.block[1]}",
+    }
+    return f"{name}, {parts[form.scales]}"
+
 
 _WITHOUT, _WITH = "-:", "+:"
 

@@ -9,7 +9,7 @@ from torch.nn import functional
 from loraplex.server.model.decoder import Decoder
 from loraplex.server.model.linear.dense import DenseLinear
 from loraplex.server.model.lora.lora import AdapterTable
-from loraplex.server.model.ops.pointwise import activated, layer_norm
+from loraplex.server.model.ops.products_torch import activated, layer_norm
 from loraplex.server.model.spec.model_spec import ScoreSpec
 from loraplex.server.model.weights import LayerNorm, ScoreTensors
 

@@ -7,6 +7,7 @@ from itertools import chain
 from msgspec.structs import replace
 
 from loraplex.adapters.base import (
+    UNGROUPED,
     BaseNorm,
     BaseSpec,
     ExpertWeight,
@@ -17,7 +18,6 @@ from loraplex.adapters.base import (
     layer_stem,
 )
 from loraplex.adapters.peft.tensor_names import is_of_images
-from loraplex.adapters.sharding import UNGROUPED
 from loraplex.server.model.spec.linear_spec import LinearSpec
 from loraplex.server.model.spec.model_spec import AttentionSpec, LayerSpec, ModelSpec, NormSpec
 from loraplex.server.model.spec.moe_spec import MoeSpec

@@ -5,8 +5,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
-from loraplex.adapters.base import ModuleShape, Role, module_name
-from loraplex.adapters.sharding import UNGROUPED, Groups, Sharding, Span
+from loraplex.adapters.base import UNGROUPED, Groups, ModuleShape, Role, Sharding, Span, module_name
 
 ExpertForm = Literal["each", "stacked", "rows", "mxfp4"]
 Tensors = Iterator[tuple[str, tuple[int, ...]]]

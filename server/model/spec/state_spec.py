@@ -4,7 +4,7 @@ from itertools import chain
 
 import msgspec
 
-from loraplex.adapters.sharding import Span
+from loraplex.adapters.base import Span
 from loraplex.server.model.spec.linear_spec import LinearSpec, Tensors, tensors_of
 
 # The usual name of a convolution.

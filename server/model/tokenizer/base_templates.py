@@ -13,7 +13,7 @@ from loraplex.adapters.chat.conversation import (
     listed_templates,
 )
 from loraplex.adapters.chat.template import ChatTemplate
-from loraplex.adapters.peft.tokenizer_files import special_tokens
+from loraplex.adapters.peft.files import special_tokens
 from loraplex.server.model.checkpoint.checkpoint import read_optional_json, read_text
 
 _MAX_TEMPLATE_BYTES = 1 << 20

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loraplex.adapters.errors import CommandError
-from loraplex.server.model.checkpoint.checkpoint import read_config
-from loraplex.server.model.checkpoint.tensor_table import check_folder
+from loraplex.server.model.checkpoint.checkpoint import check_folder, read_config
 from loraplex.server.model.spec.model_spec import ModelSpec
 
 _SNAPSHOT = re.compile(r"models--([^/]+)--([^/]+)/snapshots/[^/]+/?$")

@@ -6,12 +6,12 @@ import sys
 
 import msgspec
 
+from loraplex.adapters.errors import Findings
 from loraplex.adapters.manifest import SlabLayout
 from loraplex.adapters.peft.config import parse_config
 from loraplex.adapters.peft.lora_tensors import LoraTensors, ModuleLora
 from loraplex.adapters.safetensors.header import TensorInfo
 from loraplex.adapters.slab.layout import make_layout
-from loraplex.adapters.violations import Findings
 from tests.adapter_folders import ALL_PROJECTIONS, small_base
 
 _ADAPTERS = 20

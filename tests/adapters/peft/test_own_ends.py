@@ -7,12 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.errors import AdapterError, Findings
 from loraplex.adapters.judge import judge_folder, seal_stored
-from loraplex.adapters.peft.tokenizer_files import own_ends
+from loraplex.adapters.peft.files import own_ends
 from loraplex.adapters.safetensors.file import open_weights
 from loraplex.adapters.safetensors.header import WEIGHTS_FILE
-from loraplex.adapters.violations import Findings
 from tests.adapter_folders import small_base, write_adapter
 from tests.adapters.refusals import refusal
 

@@ -8,9 +8,15 @@ import pytest
 from hypothesis import strategies as st
 from peft import LoraConfig
 
-from loraplex.adapters.peft.config import MAX_CONFIG_BYTES, PeftConfig, parse_config
-from loraplex.adapters.peft.fields import HARMLESS, REFUSED, USED
-from loraplex.adapters.violations import Findings
+from loraplex.adapters.errors import Findings
+from loraplex.adapters.peft.config import (
+    HARMLESS,
+    MAX_CONFIG_BYTES,
+    REFUSED,
+    USED,
+    PeftConfig,
+    parse_config,
+)
 from tests.adapter_folders import adapter_config, small_base
 from tests.adapters.refusals import refusal, violation_codes
 from tests.grids import examples

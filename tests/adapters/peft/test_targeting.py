@@ -11,9 +11,9 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
 
 from loraplex.adapters.common.timed_pattern import PatternBudget
+from loraplex.adapters.errors import Findings
 from loraplex.adapters.peft.config import parse_config
 from loraplex.adapters.peft.targeting import Targeting
-from loraplex.adapters.violations import Findings
 from tests.adapters.refusals import violation_codes
 
 PATHS = (

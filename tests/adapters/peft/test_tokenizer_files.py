@@ -10,9 +10,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
+from loraplex.adapters.errors import Findings
 from loraplex.adapters.manifest import AdapterTemplate, OwnToken
-from loraplex.adapters.peft.tokenizer_files import MAX_TEMPLATE_BYTES, read_tokenizer_files
-from loraplex.adapters.violations import Findings
+from loraplex.adapters.peft.files import MAX_TEMPLATE_BYTES, read_tokenizer_files
 from tests.adapter_folders import small_base
 from tests.adapters.refusals import refusal
 

@@ -19,7 +19,7 @@ from loraplex.adapters.judge import judge_folder
 from loraplex.adapters.peft.validate import AdapterLimits
 from loraplex.adapters.ref import AdapterRef
 from loraplex.adapters.safetensors.file import open_shards, open_weights
-from loraplex.adapters.safetensors.weights_index import MAX_SHARDS
+from loraplex.adapters.safetensors.header import MAX_SHARDS
 from loraplex.adapters.sources.https import HttpsSource
 from loraplex.adapters.sources.hub import HubSource
 from loraplex.adapters.sources.local import LocalSource

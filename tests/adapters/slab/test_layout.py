@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loraplex.adapters.base import LAYER_SITES, BaseSpec, LayerModules, ModuleShape, layer_stem
+from loraplex.adapters.errors import Findings
 from loraplex.adapters.manifest import ITEM_BYTES, SlabDtype, SlabLayout
 from loraplex.adapters.peft.config import parse_config
 from loraplex.adapters.peft.lora_tensors import LoraTensors, ModuleLora
@@ -21,7 +22,6 @@ from loraplex.adapters.slab.layout import (
     make_layout,
     room_problem,
 )
-from loraplex.adapters.violations import Findings
 from tests.adapter_folders import ALL_PROJECTIONS, small_base
 
 BASE = small_base(num_layers=3)

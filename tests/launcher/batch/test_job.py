@@ -11,8 +11,7 @@ from loraplex.launcher.__main__ import main
 from loraplex.launcher.batch import job as batch_job
 from loraplex.launcher.batch.job import BatchJob
 from loraplex.router.lines.errors import BatchError
-from loraplex.router.lines.index import BatchInput
-from loraplex.router.lines.journal import Journal
+from loraplex.router.lines.line_files import BatchInput, Journal
 from loraplex.router.lines.records import BatchRecord
 from loraplex.router.policy.batch_limits import BatchLimits
 from tests.launcher.batch.batch_files import chat, line, numbers, records, write

@@ -15,14 +15,12 @@ from hypothesis import strategies as st
 from peft import LoHaConfig, PeftType, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from loraplex.adapters.errors import AdapterError
-from loraplex.adapters.peft.config import parse_config
-from loraplex.adapters.peft.fields import CONVERTED, way_out
+from loraplex.adapters.errors import AdapterError, Findings
+from loraplex.adapters.peft.config import CONVERTED, parse_config, way_out
 from loraplex.adapters.peft.validate import AdapterLimits
-from loraplex.adapters.violations import Findings
 from loraplex.launcher.convert.convert import ConversionOptions, convert_folder
+from loraplex.launcher.convert.formats import MlxOptions
 from loraplex.launcher.convert.methods import MethodOptions, approximate, is_other_method
-from loraplex.launcher.convert.mlx import MlxOptions
 from tests.adapters.refusals import refusal
 from tests.launcher.convert.methods import made_by_peft, with_changed_base
 from tests.server.model.hub_models import make_model, save_model

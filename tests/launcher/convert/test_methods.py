@@ -14,7 +14,7 @@ from loraplex.adapters.peft.validate import AdapterLimits
 from loraplex.launcher.convert.convert import ConversionOptions, convert_folder
 from loraplex.launcher.convert.methods import MethodOptions
 from loraplex.launcher.convert.plan import Conversion
-from loraplex.server.model.base_facts import read_base_spec
+from loraplex.server.model.card import read_base_spec
 from tests.grids import beyond, sparse
 from tests.launcher.convert.methods import (
     CHANGED_BASES,

@@ -13,15 +13,14 @@ from hypothesis import strategies as st
 from peft import PeftModel
 from safetensors.torch import load_file
 
-from loraplex.adapters.errors import AdapterError
+from loraplex.adapters.errors import AdapterError, Findings
 from loraplex.adapters.judge import judge_folder
 from loraplex.adapters.peft.config import parse_config
 from loraplex.adapters.peft.targeting import Targeting
 from loraplex.adapters.peft.validate import AdapterLimits
 from loraplex.adapters.safetensors.header import TensorInfo
-from loraplex.adapters.violations import Findings
 from loraplex.launcher.convert.convert import ConversionOptions, convert_folder
-from loraplex.launcher.convert.mlx import MlxOptions, check_factors, plan_mlx
+from loraplex.launcher.convert.formats import MlxOptions, check_factors, plan_mlx
 from loraplex.launcher.convert.plan import ConversionPlan
 from tests.adapters.refusals import refusal
 from tests.launcher.convert.folders import (

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.launcher.__main__ import main
-from loraplex.launcher.parity.differences import Difference, as_text, bucket, spreads
+from loraplex.launcher.parity.command import Difference, as_text, bucket, spreads
 
 
 @pytest.mark.parametrize(

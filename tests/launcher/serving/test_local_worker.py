@@ -6,14 +6,13 @@ from contextlib import ExitStack
 import pytest
 
 from loraplex.launcher.options import OptionError
-from loraplex.launcher.serving.local_bases import LocalBase
 from loraplex.launcher.serving.local_worker import (
     LocalWorker,
     local_workers,
     visible,
     watched_ports,
 )
-from loraplex.launcher.serving.plan import ServePlan
+from loraplex.launcher.serving.plan import LocalBase, ServePlan
 from loraplex.launcher.worker_groups import AskedGroups, WorkerGroups, undivided
 from loraplex.router.config import RouterConfig
 from loraplex.server.config import WorkerConfig

@@ -10,7 +10,7 @@ from loraplex.router.api.messages import request as messages
 from loraplex.router.api.openai import chat, completions
 from loraplex.router.api.request.formatter import ApiLimits
 from loraplex.router.api.responses import request as responses
-from loraplex.router.api.vectors import classify, embeddings, rerank, score
+from loraplex.router.api.vectors import fits, pooled
 from loraplex.router.call import GenerationCall, RequestError
 
 LIMITS = ApiLimits(base_names=("org/small",))
@@ -51,7 +51,7 @@ def plainly(parse: Any, *more: Any) -> Any:
         (chat.parse, CHAT, {"max_completion_tokens": None}, {}),
         (messages.parse, MESSAGES, {"extra_key": "salt"}, {"cache_salt": "salt"}),
         (
-            plainly(embeddings.parse),
+            plainly(pooled.parse_embeddings),
             {"input": "one"},
             {"extra_key": "salt"},
             {"cache_salt": "salt"},
@@ -133,11 +133,11 @@ def test_a_chat_has_llama_cpps_grammar(body: dict[str, Any], like: dict[str, Any
         (completions.parse, COMPLETION),
         (responses.parse, {"input": "Count to three"}),
         (messages.parse, MESSAGES),
-        (plainly(embeddings.parse), {"input": ["one", "two"]}),
-        (plainly(score.parse), {"queries": "one", "documents": ["1", "2"]}),
-        (plainly(rerank.parse_plain, 1), {"query": "one", "documents": ["1", "2"]}),
-        (plainly(rerank.parse_plain, 1), {"query": "one", "texts": ["1", "2"]}),
-        (plainly(classify.parse_plain), {"input": "one"}),
+        (plainly(pooled.parse_embeddings), {"input": ["one", "two"]}),
+        (plainly(fits.parse_score), {"queries": "one", "documents": ["1", "2"]}),
+        (plainly(fits.parse_rerank, 1), {"query": "one", "documents": ["1", "2"]}),
+        (plainly(fits.parse_rerank, 1), {"query": "one", "texts": ["1", "2"]}),
+        (plainly(pooled.parse_classify), {"input": "one"}),
     ],
 )
 def test_the_base_needs_no_name(parse: Any, body: dict[str, Any], named: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from loraplex.router.api.vectors.entities import Entity, entities, rows_of
+from loraplex.router.api.vectors.pooled import Entity, entities, rows_of
 
 TEXT = "Ada Byron met Bob in Bath"
 SPANS = [(0, 0), (0, 3), (4, 9), (10, 13), (14, 17), (18, 20), (21, 23), (23, 25), (0, 0)]

@@ -11,7 +11,7 @@ from msgspec import inspect
 from loraplex.router.api.operations import OPERATIONS
 from loraplex.router.api.request.body import field_fault
 from loraplex.router.operations.adapters_file import FileEntry
-from loraplex.router.tenancy.keys_file import KeysFile
+from loraplex.router.tenancy.keys import KeysFile
 
 TEXT = {"kind": "text"}
 ONE_OF = "expected one of image, text; got"

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from loraplex.router.api.request.formatter import ApiLimits
-from loraplex.router.api.vectors import score
+from loraplex.router.api.vectors import fits
 from loraplex.router.call import ChoiceResult, RequestError, TextToken, TopToken
 from tests.router.api.answers import HEAD, PROMPT
 
@@ -24,7 +24,7 @@ SPAM: dict[str, Any] = {"query": "Spam? ", "items": ["Win", "See you"], "label_t
     ],
 )
 def test_prompts(changes: dict[str, Any], prompts: tuple[Any, ...]) -> None:
-    call = score.parse_labels(SPAM | changes, LIMITS, None).call
+    call = fits.parse_labels(SPAM | changes, LIMITS, None).call
     assert call.prompts == prompts
     assert (call.max_tokens, call.sampling.logprob_token_ids) == (1, (7, 9))
     assert (call.adapter is None) == ("model" not in changes)
@@ -42,7 +42,7 @@ def test_scores(asked: dict[str, Any], scores: list[float]) -> None:
     listed = tuple(TopToken(i, "", math.log(p)) for i, p in ((7, 0.6), (9, 0.15)))
     token = TextToken(3, "x", "x", -1.0, False, listed=listed)
     results = [ChoiceResult(i, 0, "x", (token,), "length", 1) for i in range(2)]
-    form = score.parse_labels(SPAM | asked, LIMITS, None).formatter(HEAD)
+    form = fits.parse_labels(SPAM | asked, LIMITS, None).formatter(HEAD)
     answer: Any = form.whole(results, [PROMPT, PROMPT])
     assert answer.scores == [pytest.approx(scores)] * 2
     assert (answer.object, answer.usage.total_tokens) == ("scoring", 4)
@@ -63,5 +63,5 @@ def test_scores(asked: dict[str, Any], scores: list[float]) -> None:
 )
 def test_refused(changes: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
-        score.parse_labels(SPAM | changes, LIMITS, None)
+        fits.parse_labels(SPAM | changes, LIMITS, None)
     assert caught.value.param == param

@@ -2,7 +2,7 @@
 
 import pytest
 
-from loraplex.router.api.admin.organization import (
+from loraplex.router.api.admin.keys import (
     DAY_S,
     completions_bucket,
     cost_bucket,

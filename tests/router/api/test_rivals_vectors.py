@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
-from loraplex.router.api.vectors import classify, cohere, embeddings
+from loraplex.router.api.vectors import cohere, pooled
 from loraplex.router.api.vectors.cohere import EmbeddingType, written
 from loraplex.router.call import RequestError
 
@@ -14,10 +14,10 @@ LIMITS = ApiLimits(base_names=("small",))
 CLASSIFIER = ApiLimits(base_names=("small",), gives=("classes",))
 CHAT = [{"role": "user", "content": "hi"}]
 PARSES: dict[str, Any] = {
-    "pooling": embeddings.parse_pooling,
+    "pooling": pooled.parse_pooling,
     "cohere": cohere.parse,
-    "embeddings": embeddings.parse,
-    "classify": lambda plain, limits: classify.parse_plain(plain, limits, None),
+    "embeddings": pooled.parse_embeddings,
+    "classify": lambda plain, limits: pooled.parse_classify(plain, limits, None),
 }
 
 

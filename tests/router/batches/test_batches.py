@@ -14,7 +14,7 @@ import pytest
 from loraplex.router.batches.folder import BatchFolder
 from loraplex.router.batches.run import BatchRun
 from loraplex.router.batches.state import BatchState
-from loraplex.router.lines.index import BatchInput
+from loraplex.router.lines.line_files import BatchInput
 from loraplex.router.policy.batch_limits import BatchLimits
 from loraplex.server.protocol import ErrorCode, GenerateRequest
 from tests.router.batches.running_batches import ROUTE, BatchUser, Held, line, until

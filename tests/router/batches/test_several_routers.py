@@ -6,9 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from loraplex.router.batches.claims import Claims
 from loraplex.router.batches.desk import BatchDesk
-from loraplex.router.batches.folder import BatchFolder
+from loraplex.router.batches.folder import BatchFolder, Claims
 from loraplex.router.files.store import FileStore
 from loraplex.router.lines.records import RECORD_BEGIN
 from loraplex.router.policy.batch_limits import BatchLimits

@@ -13,9 +13,9 @@ from loraplex.adapters.grammar.limits import GrammarLimits
 from loraplex.router.api.openai import completions
 from loraplex.router.api.request.formatter import ApiLimits
 from loraplex.router.call import RequestError
-from loraplex.router.generation import held_shapes
+from loraplex.router.generation import tokenise
 from loraplex.router.generation.division import PartsOfAnswers
-from loraplex.router.generation.held_shapes import AnswerShapes
+from loraplex.router.generation.tokenise import AnswerShapes
 from loraplex.router.text.model import TextModel
 from loraplex.router.text.turn_taking import PROCESSES, TurnTaking
 from tests.router.fake_worker import BASE_NAME, make_card
@@ -67,7 +67,7 @@ Ask = Callable[..., Coroutine[Any, Any, str]]
 @pytest.fixture
 def trials(monkeypatch: pytest.MonkeyPatch) -> Trials:
     made = Trials()
-    monkeypatch.setattr(held_shapes, "GrammarChecker", lambda *_: made)
+    monkeypatch.setattr(tokenise, "GrammarChecker", lambda *_: made)
     return made
 
 

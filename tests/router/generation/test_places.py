@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from loraplex.adapters.errors import AdapterError
-from loraplex.router.generation.held_shapes import AnswerShapes
+from loraplex.router.generation.tokenise import AnswerShapes
 from loraplex.router.text.template_sandbox import TemplateSandbox
 from tests.router.fake_worker import BASE_NAME, FakeWorker, make_manifest, running_worker
 from tests.router.generation.test_limits import hold

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from loraplex.router.failures import ReaderTooSlow
-from loraplex.router.generation.inbox import Arrival, Inbox, memory_of
+from loraplex.router.generation.sequence import Arrival, Inbox, memory_of
 from loraplex.router.http import listeners
 from loraplex.server.protocol import TokenEvent, TokenLogprob
 from tests.router.fake_worker import BASE_NAME, EOS, FakeWorker, ids_of, running_worker

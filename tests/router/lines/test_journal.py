@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.router.lines.errors import BatchError
-from loraplex.router.lines.index import BatchInput
-from loraplex.router.lines.journal import Journal
+from loraplex.router.lines.line_files import BatchInput, Journal
 from loraplex.router.lines.lines import BadLine
 from loraplex.router.lines.order import send_order
 from loraplex.router.lines.records import BatchFault, Outcome, record_id, record_of, response_of

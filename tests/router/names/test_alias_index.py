@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.adapters.ref import AdapterRef
-from loraplex.router.names.alias_index import AliasIndex, SortedKeys
+from loraplex.router.names.aliases import AliasIndex, SortedKeys
 from loraplex.router.names.registration import AliasState, Origin, Registration
 from loraplex.router.policy.rollout import Content
 from tests.router.fake_worker import make_manifest

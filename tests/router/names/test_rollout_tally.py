@@ -20,9 +20,8 @@ from loraplex.router.shared.store import Store, StoreDown
 from loraplex.router.telemetry.metrics import RouterMetrics
 from loraplex.router.telemetry.observer import RequestObserver
 from loraplex.router.telemetry.request import in_hand
-from loraplex.router.tenancy.admission import Admission
 from loraplex.router.tenancy.keys import NOBODY
-from loraplex.router.tenancy.metering import Metering
+from loraplex.router.tenancy.metering import Admission, Metering
 from loraplex.server.protocol import TokenEvent
 from tests.router.fake_worker import make_manifest
 

@@ -258,7 +258,7 @@ async def test_rollouts_of_equal_names_are_apart(
 async def test_a_guard_takes_back_one_owners_version_of_the_same_content(
     shared: Shared, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("loraplex.router.operations.rollout_keeper.TICK_S", 0.05)
+    monkeypatch.setattr("loraplex.router.operations.rollouts.TICK_S", 0.05)
     router, failing = shared.router, digest("next")
     body = {
         "versions": [{"reference": "org/next", "weight": 100}],

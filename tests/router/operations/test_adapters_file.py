@@ -25,8 +25,7 @@ from loraplex.router.operations.adapters_file import (
     plan,
     read,
 )
-from loraplex.router.operations.declarations import RETRY_S
-from loraplex.router.operations.file_watch import AdaptersFile
+from loraplex.router.operations.declarations import RETRY_S, AdaptersFile
 from loraplex.server.protocol import AdapterLoad
 from tests.router.fake_worker import FakeWorker, make_manifest, running_worker
 from tests.router.operations.test_declared_check import load

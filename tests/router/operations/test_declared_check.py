@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.adapters.errors import AdapterError, AdapterErrorCode
+from loraplex.adapters.errors import AdapterError, AdapterErrorCode, invalid
 from loraplex.adapters.manifest import AdapterManifest
 from loraplex.adapters.ref import AdapterRef
-from loraplex.adapters.violations import invalid
-from loraplex.router.operations import declared_check
-from loraplex.router.operations.declared_check import AT_ONCE, pause_after
+from loraplex.router.operations import admin
+from loraplex.router.operations.admin import AT_ONCE, pause_after
 from loraplex.server.protocol import AdapterLoad
 from tests.router.fake_worker import FakeWorker, make_manifest, running_worker
 from tests.router.serving import Running, poll, running_router
@@ -129,7 +128,7 @@ async def test_nobody_waits(tmp_path: Path) -> None:
 async def test_an_adapter_that_is_back_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(declared_check, "pause_after", lambda error, attempt: 0.01)
+    monkeypatch.setattr(admin, "pause_after", lambda error, attempt: 0.01)
     caplog.set_level(logging.INFO, "loraplex.router.names.catalog")
     back = asyncio.Event()
 

@@ -24,8 +24,7 @@ from loraplex.router.operations.adapters_file import (
     plan_rollouts,
     read,
 )
-from loraplex.router.operations.declarations import RETRY_S
-from loraplex.router.operations.file_watch import AdaptersFile
+from loraplex.router.operations.declarations import RETRY_S, AdaptersFile
 from loraplex.router.operations.rollouts import GUARD
 from loraplex.router.policy.rollout import Content, Declared, Guards, Rollout, Version
 from loraplex.server.protocol import AdapterLoad
@@ -222,7 +221,7 @@ def follower(router: Running, tmp_path: Path) -> Follower:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loraplex.router.operations.rollout_keeper.TICK_S", 0.05)
+    monkeypatch.setattr("loraplex.router.operations.rollouts.TICK_S", 0.05)
 
 
 async def test_rolled_out_moved_on_promoted_and_ended(follower: Follower) -> None:

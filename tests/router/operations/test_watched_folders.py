@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loraplex.adapters.errors import invalid
 from loraplex.adapters.manifest import AdapterManifest
 from loraplex.adapters.ref import AdapterRef, path_of_local
-from loraplex.adapters.violations import invalid
 from loraplex.router.names.owned_name import OwnedName
 from loraplex.router.names.registration import Origin, Registration, RegistrationRequest
 from loraplex.router.operations import folder_watch

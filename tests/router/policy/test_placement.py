@@ -5,10 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.router.policy.placement.placement import Decision, PlacementRequest, Placer
+from loraplex.router.policy.placement.placement import (
+    Decision,
+    PlacementRequest,
+    Placer,
+    WorkerView,
+)
 from loraplex.router.policy.placement.prefixes import prefix_keys
 from loraplex.router.policy.placement.rendezvous import rank
-from loraplex.router.policy.placement.workers import WorkerView
 
 DIGEST = "d"
 REQUEST = PlacementRequest(DIGEST, "key", nbytes=50_000_000)

@@ -6,8 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from loraplex.router.policy.guards import Measured, breach, judged
-from loraplex.router.policy.rollout import Guards
-from loraplex.router.policy.score_test import NO_SCORES, ScorePair, Scores
+from loraplex.router.policy.rollout import NO_SCORES, Guards, ScorePair, Scores
 
 ERROR = 0.05
 _LOOK = 25

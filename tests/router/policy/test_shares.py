@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.router.policy.queue.shares import TenantShares
+from loraplex.router.policy.queue.waiting import TenantShares
 
 
 def shares_of(running: dict[str, int], weights: dict[str, float] | None = None) -> TenantShares:

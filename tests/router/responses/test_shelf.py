@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.router.files.disk_shelf import DiskShelf
-from loraplex.router.files.store import FileStore
+from loraplex.router.files.store import DiskShelf, FileStore
 from loraplex.router.policy.batch_limits import ResponsesLimits
 from loraplex.router.shared.store import Shelf
 from tests.router.shared.stores import redis_store

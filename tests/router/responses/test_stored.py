@@ -15,8 +15,7 @@ import pytest
 from openai.types.responses import Response
 
 from loraplex.router.api.responses.stored import StoredResponse, unpack
-from loraplex.router.files.disk_shelf import DiskShelf
-from loraplex.router.files.store import FileStore
+from loraplex.router.files.store import DiskShelf, FileStore
 from loraplex.router.files.stored_file import RESPONSE_ID, new_id
 from loraplex.router.policy.batch_limits import ResponsesLimits
 from loraplex.router.responses.desk import ResponseDesk
@@ -392,7 +391,7 @@ async def test_a_full_disk_costs_nothing_but_the_store(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "full")
 
-    monkeypatch.setattr("loraplex.router.files.disk_shelf.write_whole", full)
+    monkeypatch.setattr("loraplex.router.files.store.write_whole", full)
     async with (
         running_router(tmp_path, worker, responses=LIMITS, files_dir=tmp_path / "files") as router,
         client(router) as sdk,

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from loraplex.router.workers.base_model import agreed
+from loraplex.router.workers.bases import agreed
 from tests.router.fake_worker import (
     BASE_NAME,
     MAX_CONTEXT,

@@ -8,7 +8,7 @@ from llguidance import LLMatcher
 from loraplex.adapters.grammar.compile import compile_grammar
 from loraplex.adapters.grammar.limits import GrammarLimits
 from loraplex.router.shape.lark import Lark
-from loraplex.router.shape.schema.held import json_grammar
+from loraplex.router.shape.schema.json_rules import json_grammar
 from tests.vocabularies import byte_vocabulary
 
 _END = 0

@@ -8,7 +8,7 @@ import pytest
 
 from loraplex.router.shape.lark import Lark
 from loraplex.router.shape.schema import keywords
-from loraplex.router.shape.schema.held import as_far_as_held, json_grammar
+from loraplex.router.shape.schema.json_rules import as_far_as_held, json_grammar
 from loraplex.router.shape.schema.keywords import SchemaRefused
 from loraplex.router.shape.texts import pattern
 from tests.router.shape.matching import accepts, matcher_of, writes

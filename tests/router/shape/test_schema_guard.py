@@ -10,8 +10,7 @@ from jsonschema.validators import validator_for
 from llguidance import LLMatcher
 
 from loraplex.adapters.grammar.compile import GrammarError
-from loraplex.router.shape.schema.document import parts_of
-from loraplex.router.shape.schema.keywords import BINDING, SchemaRefused
+from loraplex.router.shape.schema.keywords import BINDING, SchemaRefused, parts_of
 from tests.router.shape.matching import accepts, matcher_of
 from tests.router.shape.test_json_schema import HELD
 from tests.router.shape.test_schema_walks import FORMATS

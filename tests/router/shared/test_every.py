@@ -2,7 +2,7 @@
 
 import pytest
 
-from loraplex.router.shared.every import every
+from loraplex.router.shared.replica import every
 from loraplex.router.shared.store import StoreDown
 
 

@@ -96,7 +96,7 @@ async def test_concurrency_is_shared_and_a_dead_routers_places_come_back(
 
         await poll(settled)
         # Nobody settles this one: it is a router's that has died.
-        monkeypatch.setattr("loraplex.router.tenancy.admission.LEASE_MS", 400)
+        monkeypatch.setattr("loraplex.router.tenancy.metering.LEASE_MS", 400)
         monkeypatch.setattr(admission, "settle", lambda admitted, used: None)
         assert (await complete(one, key)).status_code == 200
         admission._live.clear()

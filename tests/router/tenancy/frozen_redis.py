@@ -14,7 +14,7 @@ from loraplex.router.call import RequestError
 from loraplex.router.policy.quota import Ask, Limits, Subject
 from loraplex.router.shared.redis_link import RedisLink
 from loraplex.router.shared.redis_store import RedisStore
-from loraplex.router.tenancy.admission import Admission, OutageMode
+from loraplex.router.tenancy.metering import Admission, OutageMode
 from tests.router.serving import poll
 from tests.router.shared.redis_server import RedisServer, running_redis
 

@@ -8,7 +8,7 @@ import pytest
 from loraplex.router.policy.quota import Ask, Limits, Subject, Verdict
 from loraplex.router.shared.memory_store import MemoryStore
 from loraplex.router.shared.store import Settlement, StoreDown
-from loraplex.router.tenancy.admission import Admission, Admitted
+from loraplex.router.tenancy.metering import Admission, Admitted
 
 SUBJECTS = (Subject("key:k", Limits(concurrency=1, tokens_per_minute=100)),)
 

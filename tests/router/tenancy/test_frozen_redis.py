@@ -12,7 +12,7 @@ from loraplex.router.policy.quota import Verdict
 from loraplex.router.shared import redis_link
 from loraplex.router.shared.redis_link import RedisLink
 from loraplex.router.shared.redis_store import RedisStore
-from loraplex.router.tenancy.admission import Admission, Admitted, OutageMode
+from loraplex.router.tenancy.metering import Admission, Admitted, OutageMode
 from tests.router.shared.redis_server import running_redis
 from tests.router.tenancy.frozen_redis import ask_of
 

@@ -6,8 +6,15 @@ import pytest
 from loraplex.adapters.ref import parse_ref
 from loraplex.router.call import AdapterChoice, RequestError
 from loraplex.router.policy.quota import UNIT, Limits, Standing, Subject, Verdict
-from loraplex.router.tenancy.keys import NOBODY, ApiKey, Caller, Tenant, check_key
-from loraplex.router.tenancy.keys_file import KeysFileError, read_keys
+from loraplex.router.tenancy.keys import (
+    NOBODY,
+    ApiKey,
+    Caller,
+    KeysFileError,
+    Tenant,
+    check_key,
+    read_keys,
+)
 from loraplex.router.tenancy.rate_headers import duration, rate_headers
 from loraplex.router.tenancy.scope import check_scope, names_of
 from loraplex.router.tenancy.usage import OTHER, Pending, UsageRecord, rows_of

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from loraplex.router.generation.inbox import Inbox
+from loraplex.router.generation.sequence import Inbox
 from loraplex.server.protocol import DeviceCost, ErrorCode, GenerateRequest, TokenEvent
 from tests.router.fake_worker import BASE_NAME, FakeWorker, running_worker
 from tests.router.http.test_disconnects import Gate, ask, leave

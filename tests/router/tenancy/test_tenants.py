@@ -5,7 +5,7 @@ import time
 import msgspec
 
 from loraplex.router.api.openai import completions as openai_completions
-from loraplex.router.generation.way_in import ArrivedRequest
+from loraplex.router.generation.dispatcher import ArrivedRequest
 from loraplex.router.telemetry.observer import RequestObserver
 from loraplex.router.telemetry.request import in_hand
 from loraplex.router.tenancy.keys import NOBODY, ApiKey, Caller

@@ -7,8 +7,7 @@ import pytest
 
 from loraplex.router.shared.memory_store import MemoryStore
 from loraplex.router.tenancy import metering
-from loraplex.router.tenancy.admission import Admission
-from loraplex.router.tenancy.metering import Metering
+from loraplex.router.tenancy.metering import Admission, Metering
 from loraplex.router.tenancy.usage import UsageRecord, book_name
 
 

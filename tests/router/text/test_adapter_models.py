@@ -6,7 +6,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from loraplex.adapters.manifest import AdapterManifest, OwnToken
-from loraplex.router.text.adapter_models import AdapterModels
+from loraplex.router.text.model import AdapterModels
 from tests.router.text.small_models import KINDS, text_model
 
 NAME, TEXT = "<tool>", "a <tool> b<tool>"

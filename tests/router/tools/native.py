@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from loraplex.router.shape.schema.held import checked
+from loraplex.router.shape.schema.json_rules import checked
 from loraplex.router.tools.tools import Tool, Tools
 
 Call = tuple[str, dict[str, Any]]

@@ -10,15 +10,13 @@ from websockets.asyncio.client import ClientConnection
 from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.ref import AdapterRef
 from loraplex.router.names.served import Origin
-from loraplex.router.policy.placement.placement import PlacementRequest
-from loraplex.router.policy.placement.workers import WorkerView
+from loraplex.router.policy.placement.placement import PlacementRequest, WorkerView
 from loraplex.router.policy.queue.queue_limits import QueueLimits
 from loraplex.router.policy.queue.waiting import Waiting, WaitingQueue
 from loraplex.router.workers import session as worker_session
 from loraplex.router.workers.client import WorkerClient
-from loraplex.router.workers.fleet import Fleet, Placed
+from loraplex.router.workers.fleet import Fleet, Placed, Roster
 from loraplex.router.workers.loads import Supply
-from loraplex.router.workers.roster import Roster
 from loraplex.router.workers.session import WorkerLost, WorkerSession
 from loraplex.server.protocol import (
     Evidence,

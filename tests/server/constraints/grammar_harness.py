@@ -9,8 +9,7 @@ from llguidance import LLMatcher
 
 from loraplex.adapters.grammar.compile import compile_grammar
 from loraplex.adapters.grammar.limits import ServedGrammarLimits
-from loraplex.server.constraints.constraint import Constraint, Thinking
-from loraplex.server.constraints.names import Names, NameTokens
+from loraplex.server.constraints.constraint import Constraint, Names, NameTokens, Thinking
 from loraplex.server.constraints.rules import TokenRules
 from loraplex.server.constraints.wishes import ConstraintNews, ConstraintWish
 from loraplex.server.engine.drafts.draft import Draft, DraftOwner

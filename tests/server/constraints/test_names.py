@@ -21,8 +21,7 @@ from loraplex.router.shape.shape import AnyJson, JsonSchema
 from loraplex.router.tools.compose import Composed, Frame, compose
 from loraplex.router.tools.registry import FORMATS
 from loraplex.router.tools.tools import Tool, Tools
-from loraplex.server.constraints.constraint import Constraint
-from loraplex.server.constraints.names import Names, NameTokens
+from loraplex.server.constraints.constraint import Constraint, Names, NameTokens
 from loraplex.server.constraints.rules import TokenRules, mask_words
 from loraplex.server.constraints.wishes import ConstraintWish, MaskWish
 from loraplex.server.protocol import NamesOnce, SamplingParams

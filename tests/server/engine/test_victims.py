@@ -7,8 +7,13 @@ from collections.abc import Collection, Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loraplex.server.engine.memory.eviction import MAX_DENSITY_LOG2, NEWEST_SHARE, Worth, _half_life
-from loraplex.server.engine.memory.residency import AdapterArena
+from loraplex.server.engine.memory.residency import (
+    MAX_DENSITY_LOG2,
+    NEWEST_SHARE,
+    AdapterArena,
+    Worth,
+    _half_life,
+)
 from tests.server.invariants import check_arena
 
 EXTENTS = 48

@@ -158,12 +158,11 @@ class NothingKept:
 def replace_graphs(patch: pytest.MonkeyPatch) -> list[int]:
     """Build the GPU path; returns `Pair.graphs`."""
     from loraplex.server.model.graphs import (
-        decode_graphs,
         fast_path,
         token_graphs,
         warm_up,
     )
-    from loraplex.server.model.ops.cuda import products
+    from loraplex.server.model.ops.cuda import lora_linear
     from loraplex.server.model.ops.cuda.kept_choices import KeptChoices
 
     taken: list[int] = []
@@ -192,19 +191,19 @@ def replace_graphs(patch: pytest.MonkeyPatch) -> list[int]:
     patch.setattr(token_graphs.TokenGraphs, "capture", capture_tokens)
     patch.setattr(token_graphs.TokenGraphs, "forward", noted_tokens)
 
-    def capture(self: decode_graphs.DecodeGraphs, reach: Reach) -> None:
+    def capture(self: token_graphs.DecodeGraphs, reach: Reach) -> None:
         for size in self.sizes:
             step: Any = fake_flashinfer.Replay(self._step(size, reach))
             self._graphs[size, reach] = step
 
-    launch = decode_graphs.DecodeGraphs.launch
+    launch = token_graphs.DecodeGraphs.launch
 
-    def noted(self: decode_graphs.DecodeGraphs, batch: DecodeBatch) -> decode_graphs.GraphStep:
+    def noted(self: token_graphs.DecodeGraphs, batch: DecodeBatch) -> token_graphs.GraphStep:
         taken.append(len(batch))
         return launch(self, batch)
 
-    patch.setattr(decode_graphs.DecodeGraphs, "capture", capture)
-    patch.setattr(decode_graphs.DecodeGraphs, "launch", noted)
+    patch.setattr(token_graphs.DecodeGraphs, "capture", capture)
+    patch.setattr(token_graphs.DecodeGraphs, "launch", noted)
 
     def warned(message: str, **_: object) -> None:
         raise AssertionError(message) from sys.exception()
@@ -212,9 +211,9 @@ def replace_graphs(patch: pytest.MonkeyPatch) -> list[int]:
     patch.setattr(fast_path.log, "warning", warned)
     patch.setattr(warm_up, "warm_sizes", lambda *_: ())
     patch.setattr(warm_up, "warm_decodes", lambda *_: ())
-    patch.setattr(decode_graphs.DecodeGraphs, "rehearse", lambda *_: None)
+    patch.setattr(token_graphs.DecodeGraphs, "rehearse", lambda *_: None)
     patch.setattr(token_graphs.TokenGraphs, "rehearse", lambda *_: None)
-    patch.setattr(products, "_times", lambda ways, *_: dict.fromkeys(ways, 1.0))
+    patch.setattr(lora_linear, "_times", lambda ways, *_: dict.fromkeys(ways, 1.0))
     nothing: Any = NothingKept()
     patch.setattr(KeptChoices, "of", lambda *_: KeptChoices(lambda: nothing))
 

@@ -86,8 +86,7 @@ def started(folder: Path, gpu: str, patch: pytest.MonkeyPatch) -> Driver:
     arch, processors, backend, variant = GPUS[gpu]
     fake_flashinfer.install(patch)
     from loraplex.server.model.graphs import fast_path, warm_up
-    from loraplex.server.model.graphs.decode_graphs import DecodeGraphs
-    from loraplex.server.model.graphs.token_graphs import TokenGraphs
+    from loraplex.server.model.graphs.token_graphs import DecodeGraphs, TokenGraphs
     from loraplex.server.model.ops.attention import attention_cuda
     from loraplex.server.model.ops.cuda import ops_cuda
 

@@ -11,12 +11,12 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from loraplex.adapters.base import BaseSpec
+from loraplex.adapters.errors import Findings
 from loraplex.adapters.manifest import SlabDtype, SlabLayout
 from loraplex.adapters.peft.config import parse_config
 from loraplex.adapters.peft.validate import AdapterLimits, validate
 from loraplex.adapters.safetensors.header import header_size, parse_header
 from loraplex.adapters.slab.layout import make_layout
-from loraplex.adapters.violations import Findings
 from loraplex.server.model.families.registry import read_model
 from loraplex.server.model.spec.base_spec import base_spec
 from tests.slab_files import read_payload, write_slab

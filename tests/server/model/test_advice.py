@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
-from loraplex.server.model.advice import Advice, read_advice
+from loraplex.server.model.card import Advice, read_advice
 from loraplex.server.protocol import SamplingParams
 from tests.server.model.driver import Driver, Stream, generate
 from tests.server.model.hub_models import VOCAB, make_model, save_model

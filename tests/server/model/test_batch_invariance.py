@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from loraplex.server.config import ConfigError, EngineConfig
 from loraplex.server.model.executor import TorchExecutor
-from loraplex.server.model.invariance import require_invariance
 from loraplex.server.model.spec.model_spec import ModelSpec
+from loraplex.server.model.start import require_invariance
 from tests.server.model.adapter_zoo import few_of, zoo_of
 from tests.server.model.driver import Driver, engine_config
 from tests.server.model.families.variants import VARIANTS

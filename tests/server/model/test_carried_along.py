@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from loraplex.server.model.checkpoint.checkpoint import CheckpointError
-from loraplex.server.model.checkpoint.tensor_table import check_folder
+from loraplex.server.model.checkpoint.checkpoint import CheckpointError, check_folder
 from tests.server.model.driver import Driver, Stream, generate
 from tests.server.model.families.parity import GREEDY, assert_parity, prompt
 from tests.server.model.hub_models import make_model, save_model

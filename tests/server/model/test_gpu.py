@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig
 
 from loraplex.server.engine.executor import CopyUsable
-from loraplex.server.model.lora.output_vectors import OutputVectors
+from loraplex.server.model.lora.lora import OutputVectors
 from loraplex.server.protocol import SamplingParams
 from tests.kernels.batches import on_gpu
 from tests.server.model.adapter_zoo import ZOO

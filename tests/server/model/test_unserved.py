@@ -16,10 +16,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from loraplex.launcher.__main__ import main
-from loraplex.server.model.checkpoint.checkpoint import CheckpointError
-from loraplex.server.model.checkpoint.tensor_table import check_folder
-from loraplex.server.model.families.refusals import missing_part
-from loraplex.server.model.families.registry import architectures, read_model
+from loraplex.server.model.checkpoint.checkpoint import CheckpointError, check_folder
+from loraplex.server.model.families.registry import architectures, missing_part, read_model
 from tests.server.model.families.test_readers import LLAMA
 from tests.server.model.hub_models import make_model, save_model
 

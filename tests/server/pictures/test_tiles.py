@@ -19,8 +19,13 @@ from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from loraplex.router.api.request.pictures import placed
-from loraplex.server.model.checkpoint.processor_files import TowerForm, read_vision_card
-from loraplex.server.model.checkpoint.tile_processors import TileWords, read_idefics3, read_internvl
+from loraplex.server.model.checkpoint.processor_files import (
+    TileWords,
+    TowerForm,
+    read_idefics3,
+    read_internvl,
+    read_vision_card,
+)
 from loraplex.server.protocol import PictureForm, StretchedForm, VisionCard
 from tests.router.fake_worker import make_tokenizer
 from tests.server.pictures.files import MODES, written

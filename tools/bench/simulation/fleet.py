@@ -4,8 +4,7 @@ import heapq
 from collections.abc import Callable, Iterator
 
 from loraplex.router.policy.matching import Match, Matcher
-from loraplex.router.policy.placement.placement import PlacementRequest, Placer
-from loraplex.router.policy.placement.workers import WorkerView
+from loraplex.router.policy.placement.placement import PlacementRequest, Placer, WorkerView
 from loraplex.router.policy.queue.queue_limits import QueueFull, QueueLimits
 from loraplex.router.policy.queue.waiting import Waiting, WaitingQueue
 from tools.bench.simulation.traffic import Arrival

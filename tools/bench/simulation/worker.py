@@ -3,7 +3,7 @@
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
-from loraplex.router.policy.queue.cost import Bill
+from loraplex.router.policy.queue.waiting import Bill
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ Their `config.json` holds that of the text part in `text_config`, or flat beside
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from loraplex.adapters.violations import shown
+from loraplex.adapters.errors import shown
 
 TEXT = "text_config"
 # What savers call the text part's `model`, in names of modules.

@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from loraplex.adapters.sharding import Span
+from loraplex.adapters.base import Span
 from loraplex.server.model.families import experts, family
 from loraplex.server.model.families.fields import Fields
 from loraplex.server.model.families.readers import llama, mamba

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from loraplex.adapters.base import Role
-from loraplex.adapters.sharding import Span
+from loraplex.adapters.base import Role, Span
 from loraplex.server.model.families import experts, family
 from loraplex.server.model.families.family import FULL, ModelSizes
 from loraplex.server.model.families.fields import Fields

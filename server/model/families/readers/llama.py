@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from loraplex.adapters.sharding import UNGROUPED, Groups
+from loraplex.adapters.base import UNGROUPED, Groups
 from loraplex.server.model.families import family
 from loraplex.server.model.families.family import Biases, LayerNames, ModelSizes
 from loraplex.server.model.families.fields import Fields

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from loraplex.adapters.sharding import Span
+from loraplex.adapters.base import Span
 from loraplex.server.model.families import experts, family
 from loraplex.server.model.families.family import FULL, ModelSizes
 from loraplex.server.model.families.fields import Fields

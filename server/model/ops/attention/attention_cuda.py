@@ -16,10 +16,13 @@ from loraplex.server.kernels.attention.decode_attention import (
 )
 from loraplex.server.kernels.attention.decode_work import DecodeItems, WorkLayout
 from loraplex.server.kernels.attention.latent_attention import latent_decodes
-from loraplex.server.kernels.attention.rotation import QkNorm, Rotation
+from loraplex.server.kernels.attention.rope_append import QkNorm, Rotation
 from loraplex.server.kernels.lora.pending import PendingDelta
-from loraplex.server.model.ops.attention.cache_pages import cache_pages
-from loraplex.server.model.ops.attention.prompt_attention import ONE_KERNEL, PromptAttention
+from loraplex.server.model.ops.attention.prompt_attention import (
+    ONE_KERNEL,
+    PromptAttention,
+    cache_pages,
+)
 from loraplex.server.model.ops.attention.score_rules import distinct_windows, score_rules
 from loraplex.server.model.ops.ops import KVCache, StepLayout
 from loraplex.server.model.ops.transfers import to_device

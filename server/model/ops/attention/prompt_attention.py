@@ -17,7 +17,7 @@ import torch
 
 from loraplex.server.kernels.attention.decode_inputs import gather_pages
 from loraplex.server.kernels.attention.latent_attention import latent_prompts, latent_tiles
-from loraplex.server.kernels.attention.pages import widen_pages
+from loraplex.server.kernels.attention.pages import CachePages, widen_pages
 from loraplex.server.kernels.attention.prompt_attention import (
     TILE_COLUMNS,
     cut_prompts,
@@ -25,7 +25,6 @@ from loraplex.server.kernels.attention.prompt_attention import (
     prompt_attention,
     tile_shape,
 )
-from loraplex.server.model.ops.attention.cache_pages import cache_pages
 from loraplex.server.model.ops.attention.score_rules import score_rule
 from loraplex.server.model.ops.attention.unfolding import are_unfolded
 from loraplex.server.model.ops.memory import WIDENED_BYTES, split_prompts_bytes
@@ -34,6 +33,15 @@ from loraplex.server.model.ops.sizes import MAX_PROMPTS, PromptRoom
 from loraplex.server.model.ops.transfers import to_device
 from loraplex.server.model.spec.latent_spec import LatentSpec
 from loraplex.server.model.spec.model_spec import AttentionSpec, ModelSpec
+
+
+def cache_pages(cache: KVCache, layer: int) -> CachePages:
+    pages, parts = cache.of(layer), cache.parts(layer)
+    if not cache.is_rounded:
+        return CachePages(*pages, parts=parts)
+    k_scales, v_scales = cache.token_scales(layer) or (None, None)
+    return CachePages(*pages, *cache.scales[layer], k_scales, v_scales, parts)
+
 
 PromptKernel = Literal["FlashInfer", "FlashInfer, widened", "Triton"]
 _WIDENED: PromptKernel = "FlashInfer, widened"

@@ -5,18 +5,21 @@ import torch
 from loraplex.server.kernels.launch.configs import KernelConfigs
 from loraplex.server.kernels.moe.choose import ChoiceRule, assign_experts
 from loraplex.server.kernels.moe.expert_lora import ExpertLora, add_expert_lora
-from loraplex.server.kernels.moe.grouped import GroupedShape, grouped_product, grouped_shape
+from loraplex.server.kernels.moe.grouped import (
+    ExpertTiles,
+    GroupedShape,
+    grouped_product,
+    grouped_shape,
+)
 from loraplex.server.kernels.moe.row_lora import MOST_ROWS, activated_row_lora, add_row_lora
 from loraplex.server.kernels.moe.row_product import row_product, rows_are_few
-from loraplex.server.kernels.moe.tiles import ExpertTiles
 from loraplex.server.kernels.pointwise.gated import ExpertActivation, gated
-from loraplex.server.model.linear.experts import ExpertsLinear, MoeWeights
+from loraplex.server.model.linear.linear import ExpertsLinear, MoeWeights
 from loraplex.server.model.lora.lora import AdapterTable
 from loraplex.server.model.lora.sites import BranchSites
-from loraplex.server.model.ops import pointwise
+from loraplex.server.model.ops import products_torch
 from loraplex.server.model.ops.cuda.device_lora import DeviceLora
-from loraplex.server.model.ops.cuda.lora_linear import ByExperts
-from loraplex.server.model.ops.cuda.products import Products
+from loraplex.server.model.ops.cuda.lora_linear import ByExperts, Products
 
 
 class Experts:
@@ -85,7 +88,7 @@ class Experts:
             return activated_row_lora(x, y, cut[0], lora, activation, programmatic_launch=early)
         add_expert_lora(x, y, cut[0], lora, programmatic_launch=early)
         if activation == "relu2":
-            return pointwise.activated(y, activation)
+            return products_torch.activated(y, activation)
         return gated(y, None, activation, programmatic_launch=early)
 
     def _adapted(

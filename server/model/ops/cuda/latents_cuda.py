@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from loraplex.server.kernels.attention.latent_append import LatentNorm, NewTokens, latent_append
-from loraplex.server.kernels.attention.rotation import Rotation
+from loraplex.server.kernels.attention.rope_append import Rotation
 from loraplex.server.kernels.attention.unfolded_attention import (
     UnfoldedKeys,
     unfolded_prompts,

@@ -10,22 +10,18 @@ from torch.nn import functional
 
 from loraplex.server.kernels.attention.decode_work import WorkLayout
 from loraplex.server.kernels.attention.latent_append import NewTokens
-from loraplex.server.kernels.attention.rope_append import rope_append
-from loraplex.server.kernels.attention.rope_append_lora import rope_append_lora
-from loraplex.server.kernels.attention.rotation import QkNorm
+from loraplex.server.kernels.attention.rope_append import QkNorm, rope_append, rope_append_lora
 from loraplex.server.kernels.launch.configs import KernelConfigs, load_configs
-from loraplex.server.kernels.linear.fixed import stages_of
 from loraplex.server.kernels.linear.row_form import Rounding, RowForm, allocate_rows
+from loraplex.server.kernels.linear.skinny import stages_of
 from loraplex.server.kernels.pointwise.add_norm import add_experts_norm, add_norm, rms_norm
-from loraplex.server.kernels.pointwise.gated import gated
-from loraplex.server.kernels.pointwise.gated_lora import gated_lora
+from loraplex.server.kernels.pointwise.gated import gated, gated_lora
 from loraplex.server.kernels.pointwise.shared_terms import SharedTerms
 from loraplex.server.kernels.pointwise.sum_norm import sum_norm
 from loraplex.server.model.devices.group import DeviceSum
 from loraplex.server.model.latent_weights import LatentWeights
 from loraplex.server.model.linear.dense import Fixed
-from loraplex.server.model.linear.experts import MoeWeights
-from loraplex.server.model.linear.linear import Linear
+from loraplex.server.model.linear.linear import Linear, MoeWeights
 from loraplex.server.model.lora.lora import AdapterTable
 from loraplex.server.model.lora.own_rows import (
     embed_own,
@@ -36,9 +32,9 @@ from loraplex.server.model.lora.own_rows import (
     widened,
 )
 from loraplex.server.model.lora.sites import BranchSites, Site
-from loraplex.server.model.ops import pointwise
+from loraplex.server.model.ops import products_torch
 from loraplex.server.model.ops.attention.attention_cuda import NOTHING, Attention, PagedAttention
-from loraplex.server.model.ops.attention.cache_pages import cache_pages
+from loraplex.server.model.ops.attention.prompt_attention import cache_pages
 from loraplex.server.model.ops.attention.whole_cuda import WholeAttention, WholeTexts
 from loraplex.server.model.ops.cuda import states_cuda
 from loraplex.server.model.ops.cuda.device_lora import DeviceLora, LoraBatches
@@ -50,15 +46,15 @@ from loraplex.server.model.ops.cuda.lora_linear import (
     Gemm,
     LinearOutput,
     LoraLinear,
+    Products,
     Ready,
     Unsummed,
     WithDelta,
 )
 from loraplex.server.model.ops.cuda.lora_strategy import NONE_SUMMED, Consumers, SummedSites
-from loraplex.server.model.ops.cuda.products import Products
 from loraplex.server.model.ops.cuda.rotations import Rotations
 from loraplex.server.model.ops.ops import DistanceProduct, KVCache, StepLayout
-from loraplex.server.model.ops.pointwise import (
+from loraplex.server.model.ops.products_torch import (
     layer_norm,
     wide_logits,
     with_values,
@@ -68,7 +64,7 @@ from loraplex.server.model.ops.row_states import RowStates
 from loraplex.server.model.ops.turned_heads import normed_heads
 from loraplex.server.model.routed_experts import ChosenExperts
 from loraplex.server.model.spec.model_spec import Activation, AttentionSpec, ModelSpec
-from loraplex.server.model.state_weights import StateWeights
+from loraplex.server.model.weight_source import StateWeights
 from loraplex.server.model.weights import AttentionWeights, LayerNorm, Norm
 
 
@@ -502,7 +498,7 @@ class CudaOps:
         self, gate_up: LinearOutput, activation: Activation, factor: float = 1.0
     ) -> torch.Tensor:
         if (activation != "silu" and activation != "gelu_tanh") or factor != 1.0:
-            return pointwise.gated(self.complete(gate_up), activation, factor)
+            return products_torch.gated(self.complete(gate_up), activation, factor)
         y, configs = gate_up.y, self._configs
         early = configs.programmatic_launch
         match gate_up:
@@ -532,7 +528,7 @@ class CudaOps:
         y, early = self.complete(up), self._configs.programmatic_launch
         if factors is not None and activation == "gelu_tanh":
             return gated(y, None, activation, up=factors, programmatic_launch=early)
-        found = pointwise.activated(y, activation, numbers)
+        found = products_torch.activated(y, activation, numbers)
         return found if factors is None else found * factors
 
     def scaled(self, y: LinearOutput, gate: LinearOutput) -> LinearOutput:

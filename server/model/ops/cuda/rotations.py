@@ -2,7 +2,7 @@
 
 import torch
 
-from loraplex.server.kernels.attention.rotation import Rotation
+from loraplex.server.kernels.attention.rope_append import Rotation
 from loraplex.server.model.ops.ops import StepLayout
 from loraplex.server.model.ops.rope import cos_sin, inverse_frequencies, sections_of
 from loraplex.server.model.spec.model_spec import ModelSpec, PositionScale, RopeSpec

@@ -6,11 +6,10 @@ import numpy as np
 import torch
 
 from loraplex.server.kernels.states.causal_conv import causal_conv
-from loraplex.server.kernels.states.gated_norm import gated_norm
-from loraplex.server.kernels.states.recurrence import delta_rule, state_space
+from loraplex.server.kernels.states.recurrence import delta_rule, gated_norm, state_space
 from loraplex.server.kernels.states.slices import Runs, Singles, Slices, Walks
 from loraplex.server.model.devices.group import DeviceSum
-from loraplex.server.model.ops import states_torch
+from loraplex.server.model.ops import ops_torch
 from loraplex.server.model.ops.ops import StepLayout
 from loraplex.server.model.ops.state_steps import (
     StatePhase,
@@ -20,7 +19,7 @@ from loraplex.server.model.ops.state_steps import (
     walks_of,
 )
 from loraplex.server.model.ops.transfers import to_device
-from loraplex.server.model.state_weights import ShortConvWeights, StateWeights
+from loraplex.server.model.weight_source import ShortConvWeights, StateWeights
 
 StatePlan = StateSteps[Slices]
 NO_STATES: StatePlan = StateSteps(())
@@ -89,7 +88,7 @@ def mix_states(
     norm, columns = weights.norm, weights.z_columns
     of_z = products[-1 if weights.gates_z else 0]
     if norm.size > read.shape[1]:
-        return states_torch.gated_norm(read, of_z[:, columns], norm, over_devices)
+        return ops_torch.gated_norm(read, of_z[:, columns], norm, over_devices)
     out = read if is_delta else torch.empty_like(read, dtype=mixed.dtype)
     gated_norm(read, of_z, columns, norm, out)
     return out

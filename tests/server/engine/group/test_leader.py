@@ -21,16 +21,17 @@ from loraplex.server.engine.executor import (
     PictureIn,
 )
 from loraplex.server.engine.framing import receive_frame, send_frame
-from loraplex.server.engine.group.commands import (
+from loraplex.server.engine.group.group import (
     Answer,
     Command,
     Constrain,
     Encode,
+    GroupExecutor,
+    GroupLost,
     UseCopy,
     decode_command,
     encode,
 )
-from loraplex.server.engine.group.leader import GroupExecutor, GroupLost
 from loraplex.server.engine.plan import StepPlan
 from tests.server.engine.harness import layout
 

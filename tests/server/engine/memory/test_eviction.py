@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from loraplex.server.engine.memory.eviction import MAX_REMEMBERED, Worth
-from loraplex.server.engine.memory.residency import AdapterArena
+from loraplex.server.engine.memory.residency import MAX_REMEMBERED, AdapterArena, Worth
 from tests.server.invariants import check_arena
 
 ADAPTERS = 600

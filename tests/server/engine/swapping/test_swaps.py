@@ -10,8 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from loraplex.server.engine.executor import PagesCopied
 from loraplex.server.engine.memory.pages import PageHash, PagePool
 from loraplex.server.engine.messages import SwapStats
-from loraplex.server.engine.swapping.page_store import PageStore
-from loraplex.server.engine.swapping.swaps import PageSwaps
+from loraplex.server.engine.swapping.swaps import PageStore, PageSwaps
 from tests.server.engine.harness import Harness, answer, check_answer, limits, make_request
 from tests.server.invariants import check_pool, check_swaps
 

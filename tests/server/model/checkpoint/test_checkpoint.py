@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from loraplex.adapters.safetensors.floats import float_digest
-from loraplex.server.model.base_facts import read_base_spec
-from loraplex.server.model.card import model_card
+from loraplex.server.model.card import model_card, read_base_spec
 from loraplex.server.model.checkpoint.checkpoint import CheckpointError, base_digest, read_config
 from loraplex.server.model.weights import load_weights
 from loraplex.server.protocol import ModelCard

@@ -10,8 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from loraplex.server.model.checkpoint.checkpoint import CheckpointError, read_config
-from loraplex.server.model.checkpoint.tensor_table import check_folder
+from loraplex.server.model.checkpoint.checkpoint import CheckpointError, check_folder, read_config
 from tests.server.model.driver import Driver, Stream, generate
 from tests.server.model.families.parity import GREEDY, assert_parity, prompt
 from tests.server.model.hub_models import make_model, save_model

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from loraplex.server.config import ConfigError
-from loraplex.server.model.base_facts import read_base_spec
-from loraplex.server.model.checkpoint.checkpoint import CheckpointError, read_config
+from loraplex.server.model.card import read_base_spec
+from loraplex.server.model.checkpoint.checkpoint import CheckpointError, check_folder, read_config
 from loraplex.server.model.checkpoint.sentence_files import read_sentence_files
-from loraplex.server.model.checkpoint.tensor_table import check_folder
 from loraplex.server.model.families.registry import read_model
 from loraplex.server.model.spec.vector_forms import VectorWishes, vector_form
 from loraplex.server.protocol import ClassForm, VectorForm

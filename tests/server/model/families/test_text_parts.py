@@ -14,8 +14,7 @@ from transformers import Kimi_K25ForConditionalGeneration
 from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.judge import judge_folder
 from loraplex.adapters.peft.validate import AdapterLimits
-from loraplex.server.model.checkpoint.checkpoint import CheckpointError, read_config
-from loraplex.server.model.checkpoint.tensor_table import check_folder
+from loraplex.server.model.checkpoint.checkpoint import CheckpointError, check_folder, read_config
 from loraplex.server.model.families.registry import read_model
 from tests.server.model import hub_models
 from tests.server.model.driver import Driver, Stream, generate

@@ -29,7 +29,7 @@ from loraplex.server.model.spec.model_spec import ModelSpec
 from loraplex.server.model.spec.served_as import served_as
 from loraplex.server.model.tower.geometry import patch_places, table_taps, window_table
 from loraplex.server.model.tower.tower import Tower, TowerInput
-from loraplex.server.model.tower.tower_plan import (
+from loraplex.server.model.tower.tower_ops import (
     RowSpan,
     TowerPart,
     TowerPiece,

@@ -36,7 +36,7 @@ SAMPLED = SamplingParams(temperature=0.0, logprobs=EVERY_LOGPROB)
 
 def note_products(patch: pytest.MonkeyPatch) -> set[tuple[int, ...]]:
     """Rows, and the weight's shape, of every product from now on."""
-    from loraplex.server.model.ops.cuda.products import Products
+    from loraplex.server.model.ops.cuda.lora_linear import Products
 
     linear, found = Products.linear, set[tuple[int, ...]]()
 

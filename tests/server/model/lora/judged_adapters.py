@@ -12,7 +12,7 @@ from loraplex.adapters.judge import judge_folder
 from loraplex.adapters.manifest import SlabLayout
 from loraplex.adapters.peft.validate import AdapterLimits
 from loraplex.adapters.slab.layout import make_layout
-from loraplex.server.model.base_facts import read_base_spec
+from loraplex.server.model.card import read_base_spec
 from tests.server.model.driver import Driver, Stream, generate
 from tests.server.model.families.parity import GREEDY, assert_parity, prompt
 from tests.server.model.hub_models import add_adapter, make_model

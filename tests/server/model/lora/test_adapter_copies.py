@@ -17,8 +17,7 @@ from loraplex.server.engine.executor import COPY_FAILED, AdapterCopy, CopyOver, 
 from loraplex.server.engine.memory.residency import AdapterArena
 from loraplex.server.model.executor import TorchExecutor
 from loraplex.server.model.lora.adapter_copies import HIDDEN_COPY_S, is_hidden
-from loraplex.server.model.lora.lora import Reach
-from loraplex.server.model.lora.output_vectors import OutputVectors
+from loraplex.server.model.lora.lora import OutputVectors, Reach
 from loraplex.server.model.pages.pinned import coalesce
 from loraplex.server.protocol import SamplingParams
 from tests.server.model.driver import (
@@ -309,7 +308,7 @@ def test_lengths_are_made_in_pieces_and_the_next_copy_does_not_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One piece at each poll, once the last is over; usable behind the last one alone."""
-    monkeypatch.setattr("loraplex.server.model.lora.output_vectors._PIECE", 1)
+    monkeypatch.setattr("loraplex.server.model.lora.lora._PIECE", 1)
     copy.copies._bytes_s = 1e12
     start(driver, 1, dora[0])
     start(driver, 2, slab[0])

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.adapters.base import MODEL_SITES, BaseSpec, Role, base_modules
+from loraplex.adapters.errors import Findings
 from loraplex.adapters.manifest import SiteLayout, SlabLayout
 from loraplex.adapters.peft.config import parse_config
 from loraplex.adapters.peft.lora_tensors import LoraTensors, ModuleLora
 from loraplex.adapters.safetensors.header import TensorInfo
 from loraplex.adapters.slab.layout import PlacedMatrix, a_matrix, b_matrices, make_layout
-from loraplex.adapters.violations import Findings
 from loraplex.server.model.families.registry import read_model
 from loraplex.server.model.lora.lora import AdapterTable
 from loraplex.server.model.lora.sites import Sites

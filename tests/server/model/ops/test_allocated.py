@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from loraplex.adapters.sharding import Shard
+from loraplex.adapters.base import Shard
 from loraplex.launcher.bench.engine.random_weights import random_weights
 from loraplex.launcher.known_models import served_families
 from loraplex.server.config import AtLoad

@@ -10,7 +10,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from loraplex.adapters.sharding import Shard
+from loraplex.adapters.base import Shard
 from loraplex.server.model.devices.sharding import shard_counts
 from loraplex.server.model.families.registry import read_model
 from loraplex.server.model.lora.lora import AdapterTable

@@ -10,9 +10,9 @@ from triton.runtime.cache import FileCacheManager
 
 from loraplex.server.kernels.launch.configs import load_configs
 from loraplex.server.model.linear.dense import LIBRARIES, DenseLinear, Way
-from loraplex.server.model.ops.cuda import products
+from loraplex.server.model.ops.cuda import lora_linear
 from loraplex.server.model.ops.cuda.kept_choices import KeptChoices
-from loraplex.server.model.ops.cuda.products import Products
+from loraplex.server.model.ops.cuda.lora_linear import Products
 
 OTHER, THIRD = LIBRARIES[1], LIBRARIES[2]
 CACHE = partial(FileCacheManager, "key")
@@ -24,7 +24,7 @@ class Starts:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.measured: list[int] = []
         self.fastest: Way = OTHER
-        patch.setattr(products, "_times", self._times)
+        patch.setattr(lora_linear, "_times", self._times)
 
     def _times(self, ways: list[Way], *_: object) -> dict[Way, float]:
         self.measured.append(len(ways))

@@ -16,8 +16,12 @@ from loraplex.server.engine.memory.room import tokens_that_fit
 from loraplex.server.model.checkpoint.checkpoint import read_config
 from loraplex.server.model.families.registry import read_model
 from loraplex.server.model.graphs.warm_up import warm_sizes
-from loraplex.server.model.linear.quantised import QuantisedLinear, matrix_of
-from loraplex.server.model.linear.rounded import RoundedLinear, of_rounded_inputs
+from loraplex.server.model.linear.quantised import (
+    QuantisedLinear,
+    RoundedLinear,
+    matrix_of,
+    of_rounded_inputs,
+)
 from loraplex.server.model.ops.memory import (
     LOGITS_ROWS,
     DeviceMemory,

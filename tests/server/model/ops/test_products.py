@@ -11,8 +11,8 @@ from loraplex.server.kernels.launch.configs import SkinnyConfig, load_configs, r
 from loraplex.server.kernels.linear import skinny
 from loraplex.server.kernels.linear.skinny import skinny_product
 from loraplex.server.model.linear.dense import DEFAULT, LIBRARIES, DenseLinear, Way
-from loraplex.server.model.ops.cuda import products
-from loraplex.server.model.ops.cuda.products import Products, choose, fastest
+from loraplex.server.model.ops.cuda import lora_linear
+from loraplex.server.model.ops.cuda.lora_linear import Products, choose, fastest
 from tests.kernels.batches import interpreted
 
 OTHER, THIRD = LIBRARIES[1], LIBRARIES[2]
@@ -61,7 +61,7 @@ def test_a_captured_step_takes_what_was_chosen(
     configs = load_configs("cpu")
     (ours,) = configs.skinny(rows)
     times: dict[Way, float] = {**dict.fromkeys(LIBRARIES, 1.0), ours: 0.5}
-    monkeypatch.setattr(products, "_times", lambda *_: times)
+    monkeypatch.setattr(lora_linear, "_times", lambda *_: times)
     monkeypatch.setattr(skinny, "skinny_product", noted)
     weight, bias, x = torch.randn(48, 32), torch.randn(48), torch.randn(rows, 32)
     of = Products(configs)
@@ -96,7 +96,7 @@ def test_every_way_computes_the_product(
 ) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    monkeypatch.setattr("loraplex.server.model.ops.cuda.products.fastest", lambda times: way)
+    monkeypatch.setattr("loraplex.server.model.ops.cuda.lora_linear.fastest", lambda times: way)
     weight = torch.randn(512, 1024, device="cuda", dtype=torch.bfloat16)
     bias = torch.randn(512, device="cuda", dtype=torch.bfloat16)
     x = torch.randn(rows, 1024, device="cuda", dtype=torch.bfloat16)

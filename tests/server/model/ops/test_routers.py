@@ -11,7 +11,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from loraplex.server.model.families.registry import read_model
 from loraplex.server.model.linear.dense import DenseLinear
-from loraplex.server.model.linear.experts import ExpertsLinear, MoeWeights
+from loraplex.server.model.linear.linear import ExpertsLinear, MoeWeights
 from loraplex.server.model.lora.sites import Site
 from loraplex.server.model.ops.products_torch import routed
 from loraplex.server.model.spec.moe_spec import MoeSpec

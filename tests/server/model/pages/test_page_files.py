@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loraplex.server.model.pages import page_files
-from loraplex.server.model.pages.page_files import PageFault, PageFiles, PageForm
+from loraplex.server.model.pages import page_copier
+from loraplex.server.model.pages.page_copier import PageFault, PageFiles, PageForm
 
 FORM = PageForm("base", "float32", "auto", 4, ((0, 0), (0, 1)), 8, 0, 1, 24)
 NAME, OTHER = bytes(range(32)), bytes(range(33))
@@ -99,10 +99,10 @@ def test_bad_files_are_refused(files: PageFiles, bad: str) -> None:
 def test_a_full_disk_is_a_fault_and_leaves_nothing(
     files: PageFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page_files, "free_bytes", lambda folder: 1000)
+    monkeypatch.setattr(page_copier, "free_bytes", lambda folder: 1000)
     with pytest.raises(PageFault, match="full"):
         files.write(NAME, pieces(bytes(24)))
-    monkeypatch.setattr(page_files, "free_bytes", lambda folder: 1 << 40)
+    monkeypatch.setattr(page_copier, "free_bytes", lambda folder: 1 << 40)
     monkeypatch.setattr(os, "writev", lambda file, parts: os.write(file, parts[0]))
     with pytest.raises(PageFault, match="part"):
         files.write(NAME, pieces(bytes(24)))

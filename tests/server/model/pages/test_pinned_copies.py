@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from loraplex.adapters.sharding import WHOLE, Shard
+from loraplex.adapters.base import WHOLE, Shard
 from loraplex.server.model.checkpoint.checkpoint import read_config
 from loraplex.server.model.linear.linear import Linear
-from loraplex.server.model.linear.rounded import RoundedLinear
+from loraplex.server.model.linear.quantised import RoundedLinear
 from loraplex.server.model.pages import pinned_copies
 from loraplex.server.model.pages.pinned_copies import PinnedCopies
 from loraplex.server.model.weights import load_weights

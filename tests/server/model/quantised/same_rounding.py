@@ -18,7 +18,7 @@ from loraplex.server.kernels.linear.row_form import (
     quantise_reference,
 )
 from loraplex.server.model.linear.dense import DEFAULT, Way
-from loraplex.server.model.linear.rounded import RoundedLinear
+from loraplex.server.model.linear.quantised import RoundedLinear
 from tests.server.model.gpu_pair import Pair
 
 # Of a scale, and of what the largest magnitude becomes: how far sums of float32 take an input.

@@ -11,7 +11,7 @@ import pytest
 from peft import LoraConfig
 
 from loraplex.server.kernels.linear.matrix import PackedMatrix
-from loraplex.server.model.linear.experts import MoeWeights
+from loraplex.server.model.linear.linear import MoeWeights
 from tests.kernels.batches import interpreted
 from tests.server.model.adapter_zoo import zoo_of
 from tests.server.model.checkpoint.test_expert_tensors import mxfp4_model

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from loraplex.server.model.checkpoint.checkpoint import read_config, stored_tensors
+from loraplex.server.model.checkpoint.checkpoint import model_shards, read_config, stored_tensors
 from loraplex.server.model.checkpoint.stored_forms import stored_forms
-from loraplex.server.model.checkpoint.text_part import model_shards
 from loraplex.server.model.checkpoint.tower_part import tower_shards
 from loraplex.server.model.spec.served_as import served_as
 from loraplex.server.model.weights import load_weights

@@ -9,10 +9,9 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from loraplex.server.kernels.linear.matrix import PackedMatrix
-from loraplex.server.model.base_facts import read_base_spec
-from loraplex.server.model.checkpoint.checkpoint import CheckpointError, read_config
-from loraplex.server.model.checkpoint.tensor_table import check_folder
-from loraplex.server.model.linear.experts import ExpertsLinear, MoeWeights
+from loraplex.server.model.card import read_base_spec
+from loraplex.server.model.checkpoint.checkpoint import CheckpointError, check_folder, read_config
+from loraplex.server.model.linear.linear import ExpertsLinear, MoeWeights
 from loraplex.server.model.ops.memory import weights_bytes
 from loraplex.server.model.weights import LayerWeights, load_weights
 from tests.server.model.checkpoint.test_expert_tensors import assert_served, mxfp4_model

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from loraplex.server.model.checkpoint.checkpoint import CheckpointError, read_config
-from loraplex.server.model.checkpoint.tensor_table import check_folder
+from loraplex.server.model.checkpoint.checkpoint import CheckpointError, check_folder, read_config
 from loraplex.server.model.families.registry import read_model
 from loraplex.server.model.quantisation.read import read_quantisation
 from loraplex.server.model.weights import load_weights

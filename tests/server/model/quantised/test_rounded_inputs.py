@@ -12,7 +12,7 @@ from peft import LoraConfig
 
 from loraplex.server.kernels.linear.row_form import INT8, RowForm
 from loraplex.server.model.checkpoint.checkpoint import CheckpointError, read_config
-from loraplex.server.model.linear.rounded import RoundedLinear
+from loraplex.server.model.linear.quantised import RoundedLinear
 from loraplex.server.model.spec.served_as import served_as
 from loraplex.server.model.weights import load_weights
 from tests.server.model.adapter_zoo import zoo_of

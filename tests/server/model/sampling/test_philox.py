@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from loraplex.server.model.sampling.philox import philox, uniform
+from loraplex.server.model.sampling.sampling import philox, uniform
 
 # Known answers of Philox4x32-10, published with the authors' Random123: counter, key, result.
 VECTORS = [

@@ -25,10 +25,10 @@ from transformers import (
 from loraplex.server.engine.plan import RowStart
 from loraplex.server.model.sampling import sampling
 from loraplex.server.model.sampling.masks import RowMasks
-from loraplex.server.model.sampling.row_sampling import RowSampling
 from loraplex.server.model.sampling.sampling import (
     History,
     Penalties,
+    RowSampling,
     Sampled,
     apply_history,
     logprobs,

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from loraplex.adapters.sharding import Shard
+from loraplex.adapters.base import Shard
 from loraplex.server.engine.executor import (
     AdapterCopy,
     CopyNews,

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from loraplex.adapters.sharding import Shard
-from loraplex.server.engine.group.leader import GroupExecutor
+from loraplex.adapters.base import Shard
+from loraplex.server.engine.group.group import GroupExecutor
 from loraplex.server.engine.shared_memory import HostMemory
 from loraplex.server.model.devices.process_group import ProcessGroup
 from loraplex.server.model.executor import TorchExecutor

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from loraplex.adapters.sharding import Shard
+from loraplex.adapters.base import Shard
 from loraplex.server.model.checkpoint.checkpoint import read_config
 from loraplex.server.model.weights import load_weights
 from loraplex.server.protocol import SamplingParams

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.server.engine.group.leader import GroupLost
+from loraplex.server.engine.group.group import GroupLost
 from tests.grids import beyond
 from tests.server.model.adapter_zoo import with_zoo
 from tests.server.model.driver import Stream, generate, step

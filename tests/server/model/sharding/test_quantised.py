@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from loraplex.adapters.sharding import Shard
+from loraplex.adapters.base import Shard
 from loraplex.server.model.checkpoint.area import whole
-from loraplex.server.model.checkpoint.checkpoint import read_config, stored_tensors
-from loraplex.server.model.checkpoint.cuts import cut_of
+from loraplex.server.model.checkpoint.checkpoint import model_shards, read_config, stored_tensors
 from loraplex.server.model.checkpoint.stored_forms import stored_forms
-from loraplex.server.model.checkpoint.text_part import model_shards
+from loraplex.server.model.checkpoint.unpack import cut_of
 from loraplex.server.model.spec.model_spec import layer_path
 from loraplex.server.model.weight_source import WeightSource
 from loraplex.server.model.weights import load_weights

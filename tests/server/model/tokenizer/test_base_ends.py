@@ -9,8 +9,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 
-from loraplex.server.model.base_facts import read_base_spec
-from loraplex.server.model.card import model_card
+from loraplex.server.model.card import model_card, read_base_spec
 from tests.adapter_folders import safetensors_bytes
 from tests.server.worker.worker_process import VOCAB, write_model
 

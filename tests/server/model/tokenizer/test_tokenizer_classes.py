@@ -15,7 +15,7 @@ from transformers.models.auto.tokenization_auto import (
     TOKENIZER_MAPPING_NAMES,
 )
 
-from loraplex.adapters.peft.tokenizer_files import special_tokens
+from loraplex.adapters.peft.files import special_tokens
 from loraplex.server.model.checkpoint.checkpoint import CheckpointError
 from loraplex.server.model.tokenizer.base_tokenizer import read_tokenizer, special_token_settings
 from loraplex.server.model.tokenizer.tokenizer_class import REBUILT, rebuilt_class

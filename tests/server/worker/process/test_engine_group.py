@@ -7,8 +7,7 @@ from typing import cast
 import pytest
 
 from loraplex.server.engine.messages import FromEngine
-from loraplex.server.worker.process.engine_group import EngineGroup
-from loraplex.server.worker.process.engine_process import EngineDied, EngineProcess
+from loraplex.server.worker.process.engine_process import EngineDied, EngineGroup, EngineProcess
 
 
 class Process:

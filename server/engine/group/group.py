@@ -1,4 +1,5 @@
-"""The executor of an engine whose model several processes share: each does what the first does."""
+"""An engine whose model several processes share: the leader's executor, the pipe to the followers,
+and the followers, which do what the leader does."""
 
 import logging
 import queue
@@ -7,7 +8,8 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Generic
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, Protocol, assert_never
 
 import msgspec
 import numpy as np
@@ -18,6 +20,7 @@ from loraplex.server.engine.executor import (
     CopyOver,
     CopySums,
     CopyUsable,
+    Executor,
     Masks,
     PageCopies,
     PagesCopied,
@@ -27,17 +30,76 @@ from loraplex.server.engine.executor import (
     TowerTicket,
 )
 from loraplex.server.engine.framing import FrameError, receive_frame, send_frame
-from loraplex.server.engine.group.commands import (
-    Answer,
-    Command,
-    Constrain,
-    Encode,
-    GroupMember,
-    UseCopy,
-    decode_answer,
-    encode,
-)
 from loraplex.server.engine.plan import SliceResult, StepPlan
+
+
+class Constrain(msgspec.Struct, frozen=True, array_like=True, tag="co"):
+    """Draw for the constrained slices of the newest step. bits: of `Masks`, row by row."""
+
+    slices: list[int]
+    bits: bytes
+
+    @classmethod
+    def of(cls, masks: Masks) -> "Constrain":
+        return cls(masks.slices, masks.bits.tobytes())
+
+    @property
+    def words(self) -> int:
+        """Words of each mask."""
+        return len(self.bits) // (4 * len(self.slices))
+
+    def masks(self, memory: np.ndarray) -> Masks:
+        """Write the bits to memory, and return the masks. memory: of `Executor.mask_memory` for so
+        many slices and words.
+        """
+        memory[:] = np.frombuffer(self.bits, memory.dtype).reshape(memory.shape)
+        return Masks(self.slices, memory)
+
+
+class UseCopy(msgspec.Struct, frozen=True, array_like=True, tag="uc"):
+    """The next step may use the oldest copy that none may use yet."""
+
+
+class Encode(msgspec.Struct, frozen=True, array_like=True, tag="en"):
+    """Launch further work of the tower, of so many pictures where none are under way."""
+
+    pictures: int
+
+
+class GroupMember(Executor[T], Protocol[T]):
+    """An executor whose copies can be used when another process says so."""
+
+    def use_copy(self) -> None:
+        """Let the next step use the oldest copy that none may use yet."""
+        ...
+
+    def copies_over(self) -> list[CopyOver | PagesCopied]:
+        """Return the copies that have ended, as `poll_copies` does, and let no step use a copy."""
+        ...
+
+    def sums_offered(self) -> list[CopySums]:
+        """This device's numbers of copies, for the others; each once. Such a copy goes on with
+        `add_sums`."""
+        ...
+
+    def add_sums(self, sums: CopySums) -> None:
+        """The sums over all devices. After the last ones of a copy it can be used as others can.
+        Raises ValueError for what no copy waits for."""
+        ...
+
+
+# A plan is of a step to begin after those before it, sums are of the oldest copy that waits for
+# them, and copies are to begin.
+Command = (
+    StepPlan | Constrain | AdapterCopy | CopySums | UseCopy | PictureCopy | Encode | PageCopies
+)
+# What the others tell the leader.
+Answer = CopyOver | CopySums | PictureIn | PagesCopied
+
+encode = msgspec.msgpack.Encoder().encode
+decode_command = msgspec.msgpack.Decoder(Command).decode
+decode_answer = msgspec.msgpack.Decoder(Answer).decode
+
 
 log = logging.getLogger(__name__)
 
@@ -235,3 +297,79 @@ class GroupExecutor(Generic[T]):
         except (OSError, FrameError, msgspec.MsgspecError) as error:
             log.debug("reading from a process of the group: %s", error)
         self._gone.set()
+
+
+# While copies are under way the end of one is looked for this often.
+_POLL_S = 0.001
+
+
+class Follower:
+    """Run the leader's commands in a process of a group. link: stream socket to the leader."""
+
+    def __init__(self, executor: GroupMember[Any], link: socket.socket) -> None:
+        self._executor, self._link = executor, link
+        self._commands: SimpleQueue[Command | None] = SimpleQueue()
+        self._newest: Any = None  # its ticket
+        self._copying = 0
+
+    def run(self) -> None:
+        """Execute commands until the leader has closed the link. A step whose leader is gone never
+        ends: who has started the processes kills them all. Raises whatever a step raises.
+        """
+
+        def read() -> None:
+            try:
+                while (frame := receive_frame(self._link)) is not None:
+                    self._commands.put(decode_command(frame))
+            except (OSError, FrameError, msgspec.MsgspecError):
+                pass  # the leader's end, one way or another
+            self._commands.put(None)
+
+        threading.Thread(target=read, name="leader-reader", daemon=True).start()
+        while True:
+            try:
+                command = self._commands.get(timeout=_POLL_S if self._copying else None)
+            except Empty:
+                self._tell_of_copies()
+                continue
+            if command is None:
+                return
+            self._carry_out(command)
+            self._tell_of_copies()
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case StepPlan():
+                self._newest = self._executor.launch(command)
+            case Constrain(slices):
+                masks = command.masks(self._executor.mask_memory(len(slices), command.words))
+                self._executor.constrain(self._newest, masks)
+            case AdapterCopy():
+                self._copying += 1
+                self._executor.start_copy(command)
+            case CopySums():
+                self._executor.add_sums(command)
+            case UseCopy():
+                self._executor.use_copy()
+            case PictureCopy():
+                self._copying += 1
+                self._executor.start_picture(command)
+            case Encode(pictures):
+                self._executor.encode(pictures)
+            case PageCopies():
+                self._copying += 1
+                self._executor.copy_pages(command)
+            case _:
+                assert_never(command)
+
+    def _tell_of_copies(self) -> None:
+        if not self._copying:
+            return
+        for over in self._executor.copies_over():
+            self._copying -= 1
+            send_frame(self._link, encode(over))
+        for sums in self._executor.sums_offered():
+            send_frame(self._link, encode(sums))
+        for picture in self._executor.poll_pictures():
+            self._copying -= 1
+            send_frame(self._link, encode(picture))

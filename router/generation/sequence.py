@@ -74,6 +74,7 @@ class Inbox:
         self._gathers = gathers
         self._has_begun = False
         self._events: deque[Arrival] = deque()
+        self._sizes: deque[int] = deque()  # of events, in bytes
         self._failure: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -81,12 +82,14 @@ class Inbox:
         """Takes in an event that came at a time, in seconds of `time.monotonic`."""
         if self._failure is not None:
             return
-        self._nbytes += memory_of(event)
+        nbytes = memory_of(event)
+        self._nbytes += nbytes
         if self._events and self._is_full():
-            self._events.clear()
+            self.rest()
             self.fail(ReaderTooSlow())
             return
         self._events.append((slot, event, at))
+        self._sizes.append(nbytes)
         if event.finish is not None or not self._has_begun or self._is_due():
             self._has_begun = True
             self._wake()
@@ -111,14 +114,14 @@ class Inbox:
             await self._waiter
         if self._is_full(_BEHIND) or len(self._events) <= _AT_ONCE:
             return self.rest()
-        events = [self._events.popleft() for _ in range(_AT_ONCE)]
-        self._nbytes -= sum(memory_of(event) for _, event, _ in events)
-        return events
+        self._nbytes -= sum(self._sizes.popleft() for _ in range(_AT_ONCE))
+        return [self._events.popleft() for _ in range(_AT_ONCE)]
 
     def rest(self) -> list[Arrival]:
         """Takes all events that are there, if any."""
         events = list(self._events)
         self._events.clear()
+        self._sizes.clear()
         self._nbytes = 0
         return events
 

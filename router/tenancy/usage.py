@@ -6,6 +6,8 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from loraplex.adapters.common.newest import NewestKept
+
 Outcome = Literal["ok", "cancelled", "failed", "refused"]
 
 OTHER = "_other"
@@ -77,7 +79,7 @@ class Pending:
         self._books: dict[tuple[str, int], dict[str, int]] = {}
         self._size = 0
         # What rounding left of each counter in millionths: many small costs make one.
-        self._rests: dict[tuple[str, ...], float] = {}
+        self._rests = NewestKept[tuple[str, ...], float](MAX_PENDING)
 
     def add(self, record: UsageRecord) -> None:
         refused = record.outcome == "refused"
@@ -103,8 +105,6 @@ class Pending:
         counter = (record.tenant, record.key, record.adapter, record.base or "", what)
         exact = amount * _UNIT + self._rests.pop(counter, 0.0)
         self._rests[counter] = exact - round(exact)
-        if len(self._rests) > MAX_PENDING:
-            del self._rests[next(iter(self._rests))]
         return round(exact)
 
     def _count(self, record: UsageRecord, amounts: Iterable[tuple[str, int]]) -> None:

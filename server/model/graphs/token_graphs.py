@@ -204,8 +204,8 @@ class TokenGraphs:
         return (self.sizes[0], self._ops.table.reach(slots)) in self._captured
 
     def shift(self, layout: StepLayout) -> int:
-        """How many of a step's first tokens go to its end."""
-        return 0 if self._attention is None else self._attention.shift(layout)
+        """How many of a step's first tokens go to its end: decodes, behind prompts' tokens."""
+        return layout.num_decodes if isinstance(self._attention, GraphAttention) else 0
 
     def forward(
         self,

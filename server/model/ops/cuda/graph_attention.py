@@ -53,10 +53,6 @@ class GraphAttention:
         length = most_tokens + ops.decode_work(most_decodes).length
         self._packed = torch.zeros(length, dtype=torch.int32, device=device)
 
-    def shift(self, layout: StepLayout) -> int:
-        """How many of a step's first tokens go to its end."""
-        return layout.num_decodes
-
     def plan(self, size: int) -> CudaPlan:
         """Plan a graph of `size` tokens, whatever they are."""
         rows, (positions, turns) = self._packed[:size], self._places[:, :size]
@@ -106,10 +102,6 @@ class GraphTexts:
         widest = max(attention.q_size for attention in ops.model.attentions.values())
         self.attended = torch.zeros(most * widest, dtype=ops.cache.dtype, device=device)
         self._tiles = torch.zeros(self._most_tiles(most), 3, dtype=torch.int32, device=device)
-
-    def shift(self, layout: StepLayout) -> int:
-        """How many of a step's first tokens go to its end."""
-        return 0
 
     def plan(self, size: int) -> CudaPlan:
         """Plan a graph of `size` tokens, whatever they are. Rotations are computed within."""

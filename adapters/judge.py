@@ -1,12 +1,13 @@
-"""Judges the files of one adapter together: its manifest and tensors, or every reason why not."""
+"""Judges the files of one adapter together: its manifest and tensors, or every reason why not. A
+folder that is none is searched for checkpoints of a run, inside or next to it."""
 
 import hashlib
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,13 +32,13 @@ from loraplex.adapters.content_check import (
 )
 from loraplex.adapters.errors import AdapterError, Findings
 from loraplex.adapters.manifest import DIGEST_FORM, AdapterManifest, AdapterText, SlabDtype
-from loraplex.adapters.nearby import adapters_near
 from loraplex.adapters.peft.config import CONFIG_FILE, parse_config, trained_for
 from loraplex.adapters.peft.files import (
     CLASSES_FILE,
     GENERATION_FILE,
     TOKENIZER_FILES,
     check_bytes,
+    is_checkpoint,
     is_relevant,
     is_unsafe,
     read_classes,
@@ -64,6 +65,39 @@ from loraplex.adapters.safetensors.file import Weights, open_shards, open_weight
 from loraplex.adapters.safetensors.floats import FloatDigest, Raw, fits, is_finite
 from loraplex.adapters.safetensors.header import FLOAT_DTYPES, TensorInfo
 from loraplex.adapters.slab.layout import room_problem
+
+MAX_ENTRIES = 10_000
+
+
+def adapters_near(folder: Path, *, may_look_beside: bool = True) -> list[str]:
+    """Names adapters in a folder, else checkpoints next to it as `../checkpoint-…`. Links are not
+    followed. Folders that cannot be read hold none."""
+    found = _adapters_in(folder, lambda name: True)
+    if found or not may_look_beside:
+        return found
+    return [f"../{name}" for name in _adapters_in(folder.parent, is_checkpoint)]
+
+
+def _adapters_in(folder: Path, counts: Callable[[str], bool]) -> list[str]:
+    try:
+        with os.scandir(folder) as entries:
+            folders = [
+                entry.name
+                for entry in islice(entries, MAX_ENTRIES)
+                if counts(entry.name) and entry.is_dir(follow_symlinks=False)
+            ]
+    except OSError:
+        return []
+    return [name for name in folders if _is_adapter(folder / name)]
+
+
+def _is_adapter(folder: Path) -> bool:
+    try:
+        with os.scandir(folder) as entries:
+            files = {entry.name for entry in islice(entries, MAX_ENTRIES) if entry.is_file()}
+    except OSError:
+        return False
+    return CONFIG_FILE in files and bool(weight_files(files))
 
 
 class Judged(NamedTuple):

@@ -73,9 +73,8 @@ from loraplex.router.text.turn_taking import TurnTaking
 from loraplex.router.uploads.courier import UploadCourier
 from loraplex.router.uploads.receiver import UploadReceiver
 from loraplex.router.workers.bases import BaseModel, Bases
-from loraplex.router.workers.client import WorkerClient
+from loraplex.router.workers.client import CardStore, WorkerClient
 from loraplex.router.workers.fleet import Connections, Fleet, Roster
-from loraplex.router.workers.model_card import CardStore
 from loraplex.server.protocol import MAX_PICTURE_BYTES
 
 _HUB_THREADS = 8

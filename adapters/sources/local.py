@@ -15,7 +15,7 @@ from pathlib import Path
 from loraplex.adapters.common.disk import share_bytes
 from loraplex.adapters.content_check import Run, copy_leaves
 from loraplex.adapters.errors import AdapterChanged, AdapterError, Findings, invalid, shown
-from loraplex.adapters.nearby import adapters_near
+from loraplex.adapters.judge import adapters_near
 from loraplex.adapters.peft.files import is_relevant, is_unsafe
 from loraplex.adapters.ref import AdapterRef, path_of_local, shown_name
 

@@ -1,10 +1,13 @@
-"""Judged content on disk, a folder for each digest: its files and its manifest.
+"""Judged content on disk, a folder for each digest: its files and its manifest; and which content
+each reference meant.
 
 What is new can be used at once, and is safe from a crash a little later. Until it is, its manifest
 has a name that only this boot of the machine knows. After a crash, files that may never have
 reached the disk are not taken for content.
 """
 
+import hashlib
+import itertools
 import logging
 import re
 import shutil
@@ -29,6 +32,7 @@ from loraplex.adapters.errors import AdapterError, Violation
 from loraplex.adapters.manifest import DIGEST_FORM, AdapterManifest
 from loraplex.adapters.peft.config import CONFIG_FILE
 from loraplex.adapters.peft.validate import WEIGHTS_FILE
+from loraplex.adapters.ref import AdapterRef, format_ref
 
 log = logging.getLogger(__name__)
 
@@ -159,3 +163,61 @@ def merged_member(manifest: AdapterManifest | None, digest: str) -> AdapterManif
         reason = Violation("unsupported_merge", digest, f"{digest} adds tokens to the base's")
         raise AdapterError("invalid", message, (reason,))
     return manifest
+
+
+MAX_REFERENCES = 65_536
+_TRIM_EVERY = 1024
+
+
+class Known(msgspec.Struct, frozen=True):
+    """A pinned reference's digest.
+
+    nbytes: of all files at this place; the same content may have other files elsewhere. 0 = the
+    entry is older than this number.
+    """
+
+    ref: AdapterRef
+    digest: str
+    nbytes: int = 0
+
+
+class References:
+    """Remembers the digests of pinned references. A file each in `folder`, some 65,536 at most;
+    those that were put in first go. Thread-safe.
+
+    Nothing waits for the disk: what a crash takes away is looked up again.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._added = itertools.count()
+
+    def find(self, ref: AdapterRef) -> Known | None:
+        """Looks up the digest of a pinned reference. Raises OSError."""
+        try:
+            known = msgspec.json.decode(self._file(ref).read_bytes(), type=Known)
+        except (FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError):
+            return None
+        return known if known.ref == ref else None
+
+    def remember(self, known: Known, folder: Path) -> None:
+        """Writes an entry. folder: the caller's own, on the same disk. Raises OSError."""
+        ref, written = known.ref, folder / "ref.json"
+        written.write_bytes(msgspec.json.encode(known))
+        written.chmod(0o444)
+        written.rename(self._file(ref))
+        if next(self._added) % _TRIM_EVERY == 0:
+            self._trim()
+
+    def _trim(self) -> None:
+        entries = entries_of(self._folder)
+        if len(entries) <= MAX_REFERENCES:
+            return
+        with suppress(FileNotFoundError):  # another process does the same
+            entries.sort(key=lambda entry: entry.stat().st_mtime)
+            for old in entries[: len(entries) - MAX_REFERENCES]:
+                Path(old.path).unlink(missing_ok=True)
+
+    def _file(self, ref: AdapterRef) -> Path:
+        name = hashlib.sha256(format_ref(ref).encode()).hexdigest()
+        return self._folder / f"{name}.json"

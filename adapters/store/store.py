@@ -66,8 +66,7 @@ from loraplex.adapters.slab.layout import make_layout
 from loraplex.adapters.slab.pack import DamagedError, SlabPlan, Unpacked, plan_moves
 from loraplex.adapters.sources.base import ENABLING_OPTIONS, Source
 from loraplex.adapters.sources.partial import partial_bytes
-from loraplex.adapters.store.content import Contents, merged_member, present
-from loraplex.adapters.store.references import Known, References
+from loraplex.adapters.store.content import Contents, Known, References, merged_member, present
 
 # Content leaves this much of the disk to others.
 HEADROOM_BYTES = 64 << 20

@@ -19,7 +19,7 @@ from loraplex.launcher.router_client import (
     send,
     table,
 )
-from loraplex.router.names.owned_name import OwnedName
+from loraplex.router.names.served import OwnedName
 
 ACTIONS = {
     "load": "bring adapters to every worker's device, and into service",

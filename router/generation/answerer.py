@@ -31,8 +31,7 @@ from loraplex.router.call import (
 from loraplex.router.generation.dispatcher import ArrivedRequest, Dispatcher, Parse
 from loraplex.router.generation.generation import Generation, Part
 from loraplex.router.http.body import BodyLimits, read_json_body
-from loraplex.router.http.long_answer import LongAnswer
-from loraplex.router.http.sse import EventStream, until_disconnect
+from loraplex.router.http.sse import EventStream, LongAnswer, until_disconnect
 from loraplex.router.telemetry.caller_errors import CallerErrors
 from loraplex.router.telemetry.metrics import RouterMetrics
 from loraplex.router.telemetry.observer import RequestObserver

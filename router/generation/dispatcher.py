@@ -48,9 +48,8 @@ from loraplex.router.policy.queue.queue_limits import Promise
 from loraplex.router.policy.queue.waiting import WaitingQueue
 from loraplex.router.policy.rollout import sticky_value
 from loraplex.router.telemetry.observer import RequestObserver
-from loraplex.router.tenancy.keys import Caller
+from loraplex.router.tenancy.keys import Caller, check_scope
 from loraplex.router.tenancy.metering import Charge
-from loraplex.router.tenancy.scope import check_scope
 from loraplex.router.tenancy.usage import OTHER
 from loraplex.router.text.model import TextModel
 from loraplex.router.text.stops import BYTES_A_CHARACTER

@@ -7,8 +7,7 @@ import hashlib
 
 import msgspec
 
-from loraplex.adapters.chat.conversation import TemplateFault
-from loraplex.adapters.chat.turn_end import PROBES, Probe, turn_ends
+from loraplex.adapters.chat.conversation import PROBES, Probe, TemplateFault, turn_ends
 from loraplex.adapters.common.recent import Recent
 from loraplex.adapters.manifest import AdapterManifest, OwnToken
 from loraplex.router.text.model import TextModel

@@ -26,9 +26,8 @@ from loraplex.router.api.request.pictures import (
 from loraplex.router.call import Api, GenerationCall, GivenPicture, RequestError
 from loraplex.router.pictures.reader import Picture, PictureReader
 from loraplex.router.text.detokenizer import Detokenizer
-from loraplex.router.text.model import TextModel
+from loraplex.router.text.model import TextModel, template_error
 from loraplex.router.text.template_sandbox import TemplateSandbox
-from loraplex.router.text.templates import template_error
 from loraplex.router.text.turn_taking import DECODED_SIZE
 from loraplex.server.protocol import PictureSpan, SamplingParams, VisionCard
 

@@ -1,7 +1,8 @@
-"""Server-sent events: a response that streams prepared bytes and notices when its client leaves."""
+"""Server-sent events: a response that streams prepared bytes and notices when its client leaves;
+and JSON answers of any length, sent as fast as their readers take them."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -115,3 +116,27 @@ async def _cancel(*tasks: "asyncio.Future[Any]") -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class LongAnswer(Response):
+    """Sends a long answer in pieces. Between two of them others have their turn."""
+
+    media_type = "application/json"
+
+    def __init__(self, pieces: Sequence[bytes], headers: Mapping[str, str] | None = None) -> None:
+        size = sum(map(len, pieces))
+        super().__init__(pieces[0], 200, {**(headers or {}), "content-length": str(size)})
+        self._rest = pieces[1:]
+
+    @property
+    def whole(self) -> bytes:
+        return b"".join((bytes(self.body), *self._rest))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        body: bytes | memoryview = self.body
+        for piece in self._rest:
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+            await asyncio.sleep(0)
+            body = piece
+        await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -20,8 +20,8 @@ from loraplex.adapters.common.newest import NewestKept
 from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.ref import AdapterRef
 from loraplex.router.call import Secret
-from loraplex.router.names.owned_name import OwnedName
 from loraplex.router.names.registration import Registration, of_bases, of_this_form
+from loraplex.router.names.served import OwnedName
 from loraplex.router.policy.rollout import HeldContent
 from loraplex.router.shared.replica import Conflict, Replica
 from loraplex.router.shared.store import MAX_ROWS, Row, Store, StoreDown, TableFull

@@ -33,8 +33,7 @@ from loraplex.router.names.served import (
 )
 from loraplex.router.policy.rollout import Content
 from loraplex.router.shared_tasks import SharedTasks
-from loraplex.router.tenancy.keys import Caller
-from loraplex.router.tenancy.scope import opens
+from loraplex.router.tenancy.keys import Caller, opens
 
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,7 @@ from hashlib import blake2b
 
 import msgspec
 
-from loraplex.router.names.owned_name import OwnedName
-from loraplex.router.names.served import ServedAdapter
+from loraplex.router.names.served import OwnedName, ServedAdapter
 from loraplex.router.policy.queue.queue_limits import QueueCapacity, QueueLimits
 
 KEPT_S = 3600.0

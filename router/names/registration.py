@@ -12,7 +12,7 @@ from loraplex.adapters.errors import AdapterError, AdapterErrorCode
 from loraplex.adapters.manifest import DIGEST_FORM
 from loraplex.adapters.ref import AdapterRef, format_ref
 from loraplex.router.call import Secret
-from loraplex.router.names.owned_name import OwnedName
+from loraplex.router.names.served import OwnedName
 from loraplex.router.policy.rollout import Content, Declared, Guards, HeldContent, Rollout
 
 MAX_HISTORY = 32

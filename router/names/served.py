@@ -1,4 +1,5 @@
-"""An adapter that a caller may use: what it is, and how a worker comes by it. Pure."""
+"""A registered name and whose it is, and an adapter that a caller may use: what it is, and how a
+worker comes by it. Pure."""
 
 from collections.abc import Sequence
 
@@ -9,9 +10,24 @@ from loraplex.adapters.manifest import AdapterManifest
 from loraplex.adapters.merge.recipe import MergeMember, MergeRecipe, make_recipe
 from loraplex.adapters.ref import AdapterRef, format_ref
 from loraplex.router.call import MergedChoice, Secret
-from loraplex.router.names.owned_name import OwnedName
 from loraplex.router.policy.rollout import HeldContent
 from loraplex.server.protocol import AdapterMerge, MemberSource, acting
+
+
+class OwnedName(msgspec.Struct, frozen=True, order=True):
+    """A registered name and its owner. tenant: whose name it is; "" = the fleet's, which callers of
+    every tenant may use.
+
+    Equal names of two tenants are two names, and mean nothing to each other.
+    """
+
+    name: str
+    tenant: str = ""
+
+    def __str__(self) -> str:
+        """The one spelling, for store, metrics and operators. No reference is written so."""
+        return f"{self.tenant}::{self.name}" if self.tenant else self.name
+
 
 _CHANGED_RETRY_S = 1.0
 

@@ -5,8 +5,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from loraplex.adapters.common.newest import NewestKept
-from loraplex.router.names.owned_name import OwnedName
-from loraplex.router.names.served import ServedAdapter
+from loraplex.router.names.served import OwnedName, ServedAdapter
 from loraplex.router.policy.rollout import HeldContent
 
 MAX_REMEMBERED = 1 << 16

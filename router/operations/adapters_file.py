@@ -25,9 +25,9 @@ from loraplex.router.api.admin.adapters import (
 )
 from loraplex.router.api.request.body import field_fault, require
 from loraplex.router.call import RequestError
-from loraplex.router.names.owned_name import OwnedName
 from loraplex.router.names.registration import Registration, RegistrationRequest, RolloutRequest
 from loraplex.router.names.rollout_moves import split
+from loraplex.router.names.served import OwnedName
 from loraplex.router.policy.rollout import Declared, Guards
 from loraplex.router.tenancy.keys import Word
 

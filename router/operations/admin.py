@@ -22,7 +22,6 @@ from loraplex.adapters.ref import AdapterRef
 from loraplex.router.call import AdapterChoice, Secret
 from loraplex.router.names.aliases import Aliases
 from loraplex.router.names.catalog import Catalog
-from loraplex.router.names.owned_name import OwnedName
 from loraplex.router.names.registration import (
     DECLARED_BY,
     Event,
@@ -38,6 +37,7 @@ from loraplex.router.names.registration import (
     seen,
     uploaded,
 )
+from loraplex.router.names.served import OwnedName
 from loraplex.router.names.use import AdapterUse
 from loraplex.router.operations.workers import AdapterWorkers
 from loraplex.router.policy.rollout import Content, HeldContent

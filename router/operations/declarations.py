@@ -9,8 +9,8 @@ from typing import ClassVar
 
 from loraplex.adapters.errors import AdapterError
 from loraplex.router.file_stamp import Stamp, stamp_of
-from loraplex.router.names.owned_name import OwnedName
 from loraplex.router.names.registration import Origin, RegistrationRequest
+from loraplex.router.names.served import OwnedName
 from loraplex.router.operations.adapters_file import (
     BY,
     MAX_FILE_BYTES,

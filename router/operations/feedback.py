@@ -11,8 +11,7 @@ from loraplex.router.names.rollout_tally import Outcomes
 from loraplex.router.policy.rollout import Counted
 from loraplex.router.shared.store import Store, StoreDown
 from loraplex.router.telemetry.metrics import RouterMetrics
-from loraplex.router.tenancy.keys import Caller
-from loraplex.router.tenancy.scope import opens
+from loraplex.router.tenancy.keys import Caller, opens
 
 _RETRY_S = 1.0
 

@@ -34,7 +34,7 @@ from loraplex.router.call import RequestError
 from loraplex.router.generation.dispatcher import Dispatcher
 from loraplex.router.names.aliases import Aliases
 from loraplex.router.names.catalog import Catalog
-from loraplex.router.names.owned_name import OwnedName
+from loraplex.router.names.served import OwnedName
 from loraplex.router.operations.declarations import Declarations
 from loraplex.router.policy.quota import Reason as QuotaReason
 from loraplex.router.policy.rollout import VersionState

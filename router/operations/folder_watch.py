@@ -8,7 +8,7 @@ from pathlib import Path
 
 from loraplex.adapters.peft.files import is_relevant, is_unsafe
 from loraplex.adapters.sources.local import MAX_ENTRIES, identity
-from loraplex.router.names.owned_name import OwnedName
+from loraplex.router.names.served import OwnedName
 from loraplex.router.operations.admin import AdapterAdmin
 from loraplex.router.operations.declarations import POLL_S, DeclarationWatch
 from loraplex.router.operations.watched_folders import (

@@ -15,7 +15,6 @@ import msgspec
 from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.ref import AdapterRef, format_ref, parse_ref
 from loraplex.router.names.aliases import Aliases
-from loraplex.router.names.owned_name import OwnedName
 from loraplex.router.names.registration import Registration, RolloutRequest
 from loraplex.router.names.rollout_moves import (
     Shares,
@@ -40,6 +39,7 @@ from loraplex.router.names.rollout_tally import (
     breaches,
     no_scores,
 )
+from loraplex.router.names.served import OwnedName
 from loraplex.router.operations.admin import AdapterAdmin
 from loraplex.router.policy.guards import Measurements, Verdict, judged
 from loraplex.router.policy.rollout import (

@@ -10,8 +10,8 @@ import msgspec
 from loraplex.adapters.peft.config import CONFIG_FILE
 from loraplex.adapters.peft.files import MLX_FILE, is_unsafe, weight_files
 from loraplex.adapters.ref import AdapterRef, local_name, name_fault, path_of_local
-from loraplex.router.names.owned_name import OwnedName
 from loraplex.router.names.registration import DECLARED_BY, Registration, RegistrationRequest
+from loraplex.router.names.served import OwnedName
 
 BY = "a watched folder"
 # Beginnings of names under which files are written before they get their own.

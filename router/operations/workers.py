@@ -10,7 +10,7 @@ from loraplex.router.call import Secret
 from loraplex.router.names.aliases import Aliases
 from loraplex.router.names.catalog import Catalog
 from loraplex.router.names.served import home_key
-from loraplex.router.policy.placement.rendezvous import rank
+from loraplex.router.policy.placement.placement import rank
 from loraplex.router.policy.rollout import Content, HeldContent
 from loraplex.router.workers.bases import Bases
 from loraplex.router.workers.session import WorkerLost, WorkerSession

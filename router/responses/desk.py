@@ -37,8 +37,7 @@ from loraplex.router.generation.answerer import Answerer
 from loraplex.router.generation.body_reader import Unread
 from loraplex.router.http.body import read_json_body
 from loraplex.router.http.idempotency import with_body
-from loraplex.router.http.long_answer import LongAnswer
-from loraplex.router.http.sse import EventStream
+from loraplex.router.http.sse import EventStream, LongAnswer
 from loraplex.router.policy.batch_limits import ResponsesLimits
 from loraplex.router.shared.store import Shelf, StoreDown
 from loraplex.router.tenancy.keys import Caller

@@ -46,13 +46,13 @@ from loraplex.router.call import RequestError, Secret
 from loraplex.router.http.body import BodyLimits, read_json_body
 from loraplex.router.http.edge import path_name
 from loraplex.router.names.aliases import MAX_LISTED
-from loraplex.router.names.owned_name import OwnedName
 from loraplex.router.names.registration import (
     PublishRequest,
     Registration,
     RegistrationRequest,
 )
 from loraplex.router.names.rollout_moves import running
+from loraplex.router.names.served import OwnedName
 from loraplex.router.operations.workers import Tiers
 from loraplex.router.policy.rollout import HeldContent
 from loraplex.router.routes.info import json_response
@@ -60,8 +60,7 @@ from loraplex.router.routes.operator import Endpoint, who
 from loraplex.router.service import Service
 from loraplex.router.shared.store import StoreDown
 from loraplex.router.tenancy.keys import NOBODY, Caller
-from loraplex.router.uploads.receiver import PartReceived
-from loraplex.router.uploads.upload_head import read_head
+from loraplex.router.uploads.receiver import PartReceived, read_head
 
 
 class AdapterRoutes:

@@ -32,7 +32,7 @@ from loraplex.router.call import GenerationCall
 from loraplex.router.generation.body_reader import ParseBody, Read, Unread
 from loraplex.router.generation.prompts import Prompt, check_ids, resolve_sampling
 from loraplex.router.http.body import read_json_body
-from loraplex.router.http.long_answer import LongAnswer
+from loraplex.router.http.sse import LongAnswer
 from loraplex.router.routes.info import json_response
 from loraplex.router.service import Service
 from loraplex.router.tenancy.keys import Caller

@@ -8,7 +8,7 @@ import heapq
 from collections.abc import Callable, Iterator
 from typing import Literal, get_args
 
-from loraplex.router.names.owned_name import OwnedName
+from loraplex.router.names.served import OwnedName
 
 Count = Literal["requests", "errors", "prompt_tokens", "generated_tokens", "device_seconds", "cost"]
 COUNTS: tuple[Count, ...] = get_args(Count)

@@ -1,10 +1,10 @@
-"""A caller's key: its tenant, the names that it opens, and its end. Pure.
+"""A caller's key: its tenant, the names that its patterns open, and its end. Pure.
 
 Only the SHA-256 of a key is kept. That is enough for what has the entropy of a key (32 random
 bytes), where a slow hash for passwords would only slow every request.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from fnmatch import fnmatchcase
 from typing import Annotated, Literal
@@ -12,8 +12,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from loraplex.adapters.ref import format_ref
 from loraplex.router.api.request.body import field_fault
-from loraplex.router.call import RequestError
+from loraplex.router.call import AdapterChoice, MergedChoice, RequestError
 from loraplex.router.policy.quota import Amount, Limits, Subject
 from loraplex.server.protocol import BACKGROUND_PRIORITY
 
@@ -247,3 +248,54 @@ def _key(entry: KeyEntry) -> ApiKey:
         blocked=entry.blocked,
         origin="file",
     )
+
+
+# The name by which a choice is registered, if it is.
+Registered = Callable[[AdapterChoice], str | None]
+
+
+def names_of(choice: AdapterChoice, registered: Registered, base: str = "") -> tuple[str, ...]:
+    """Names by which keys may open an adapter: a registered one's name, or a reference's full
+    spelling, with and without @rev. base: see `with_base`.
+    """
+    name = registered(choice)
+    if name is not None:
+        return with_base((name,), base)
+    if choice.ref.source == "alias":
+        return with_base((choice.ref.name,), base)
+    full = format_ref(choice.ref)
+    return with_base((full, full.partition("@")[0]) if choice.ref.revision else (full,), base)
+
+
+def with_base(names: tuple[str, ...], base: str) -> tuple[str, ...]:
+    """An adapter's names, also as `base:adapter`. base: "" = it is the only one, or not known."""
+    return (*names, *(f"{base}:{name}" for name in names)) if base else names
+
+
+def opens(caller: Caller, name: str, base: str | None) -> bool:
+    """Whether a caller's key opens a registered adapter. base: see `with_base`; None = unknown."""
+    return caller.may_use(with_base((name,), base or ""))
+
+
+def check_scope(
+    caller: Caller,
+    choice: AdapterChoice | MergedChoice | None,
+    base_names: Sequence[str],
+    registered: Registered,
+    param: str,
+    base: str = "",
+) -> None:
+    """Checks that a caller may use what a request names. base: see `with_base`. Raises RequestError
+    (forbidden) for what the caller's key does not open.
+
+    The words alone decide: the answer does not show whether there is such an adapter.
+    """
+    if choice is None:
+        if not caller.may_use(base_names):
+            raise RequestError("forbidden", "this key does not open the base model", param=param)
+        return
+    members = choice.members if isinstance(choice, MergedChoice) else (choice,)
+    for member in members:
+        if not caller.may_use(names_of(member, registered, base)):
+            message = f"this key does not open {member.adapter_id[:200]!r}"
+            raise RequestError("forbidden", message, param=param)

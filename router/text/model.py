@@ -1,4 +1,4 @@
-"""A model's tokenizer and chat template, from its card: text to ids, ids to text.
+"""A model's tokenizer and chat templates, from its card: text to ids, ids to text.
 
 Thread-safe: encoding lets go of the interpreter, so long prompts belong in a thread.
 """
@@ -6,7 +6,7 @@ Thread-safe: encoding lets go of the interpreter, so long prompts belong in a th
 import copy
 import json
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -15,16 +15,72 @@ import msgspec
 from tokenizers import Encoding, Tokenizer
 
 from loraplex.adapters.byte_tokens import BYTE_OF_CHAR, REPLACEMENT, byte_of
+from loraplex.adapters.chat.conversation import (
+    DEFAULT_OPTIONS,
+    MessageForm,
+    Rendered,
+    TemplateFault,
+    TemplateOptions,
+    choose_template,
+)
+from loraplex.adapters.chat.template import ChatTemplate
 from loraplex.adapters.classes import OwnClasses
 from loraplex.adapters.common.recent import Recent
 from loraplex.adapters.manifest import AdapterManifest, OwnToken
 from loraplex.router.call import GenerationCall, RequestError
 from loraplex.router.text.detokenizer import Detokenizer, common_prefix
-from loraplex.router.text.templates import BaseTemplates
 from loraplex.router.text.text_decoder import make_decoder
 from loraplex.router.text.tokenizer_json import AddedToken, longest_token
 from loraplex.router.text.turn_taking import CallersTurns, TurnTaking
 from loraplex.server.protocol import ModelCard
+
+
+def template_error(fault: TemplateFault) -> RequestError:
+    """The error that a caller gets."""
+    return RequestError(fault.cause, str(fault), param=fault.param)
+
+
+class BaseTemplates:
+    """The base's chat templates by name. faults: why some fail, which fails their chats alone."""
+
+    def __init__(self, card: ModelCard) -> None:
+        self._model = card.names[0]
+        self._templates: dict[str, ChatTemplate] = {}
+        self.faults: dict[str, str] = {}
+        for name, source in card.all_templates.items():
+            form = card.message_forms.get(name)
+            try:
+                self._templates[name] = ChatTemplate(source, card.special_tokens, form)
+            except TemplateFault as fault:
+                self.faults[name] = str(fault)
+
+    def __len__(self) -> int:
+        """Counts the templates that can be used."""
+        return len(self._templates)
+
+    @property
+    def forms(self) -> dict[str, MessageForm]:
+        """How each template reads messages."""
+        return {name: template.form for name, template in self._templates.items()}
+
+    def render(
+        self, messages: Collection[Mapping[str, Any]], options: TemplateOptions = DEFAULT_OPTIONS
+    ) -> Rendered:
+        """The prompt. messages: as `shaped` takes them. Raises RequestError (template_error,
+        unsupported, invalid)."""
+        if not self._templates and not self.faults:
+            raise RequestError(
+                "unsupported", f"{self._model} has no chat template: use /v1/completions"
+            )
+        try:
+            names = self._templates.keys() | self.faults
+            name = choose_template(names, options.template, options.tools is not None)
+            if name in self.faults:
+                raise TemplateFault(self.faults[name])
+            return self._templates[name].written(messages, options)
+        except TemplateFault as fault:
+            raise template_error(fault) from fault
+
 
 # Beside which a token's own text is found. Some decoders drop what repeats the token before.
 _ANCHORS = ("a", "b", "c")

@@ -17,8 +17,8 @@ from loraplex.router.names.served import Origin
 from loraplex.router.tenancy.keys import Caller
 from loraplex.router.text.model import TextModel
 from loraplex.router.text.turn_taking import CallersTurns, TurnTaking
+from loraplex.router.workers.client import CardError
 from loraplex.router.workers.fleet import Fleet, Roster
-from loraplex.router.workers.model_card import CardError
 from loraplex.server.protocol import ModelCard
 
 logger = logging.getLogger(__name__)

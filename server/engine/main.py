@@ -154,7 +154,7 @@ def _build(
 
     if config.shards == 1:
         return TorchExecutor(config, memory, report=report)
-    from loraplex.server.model.devices.process_group import ProcessGroup
+    from loraplex.server.model.devices.group import ProcessGroup
 
     group = ProcessGroup(Shard(options.shard, config.shards), options.meeting, config.device)
     executor = TorchExecutor(config, memory, group=group, report=report)

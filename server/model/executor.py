@@ -43,12 +43,10 @@ from loraplex.server.model.ops.ops_torch import TorchOps
 from loraplex.server.model.ops.sizes import padded, padded_size
 from loraplex.server.model.ops.transfers import to_device, to_host
 from loraplex.server.model.routed_experts import ChosenExperts, HostRouted
-from loraplex.server.model.sampling.masks import MaskMemory
-from loraplex.server.model.sampling.pooling import PooledSlice, Pooler, pooled_slices
+from loraplex.server.model.sampling.masks import MaskMemory, ToDraw
+from loraplex.server.model.sampling.pooling import PooledSlice, Pooler, ScoreHeads, pooled_slices
 from loraplex.server.model.sampling.results import Held, HostVectors, PromptLogprobs, StepTicket
 from loraplex.server.model.sampling.sampler import Drawn, Sampler, ScoredSlice
-from loraplex.server.model.sampling.score_heads import ScoreHeads
-from loraplex.server.model.sampling.to_draw import ToDraw
 from loraplex.server.model.start import (
     WeightsLoader,
     advised,

@@ -66,9 +66,9 @@ from loraplex.server.protocol.pictures import (
     PixelBounds,
     StretchedForm,
     TiledForm,
+    TileRule,
     VisionCard,
 )
-from loraplex.server.protocol.tile_rule import TileRule
 from loraplex.server.protocol.workers import (
     PROTOCOL_VERSION,
     AdapterPlace,

@@ -6,7 +6,7 @@ It receives changes and is asked at most once a second; it decides nothing.
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
-from loraplex.server.engine.memory.extents import Span, each
+from loraplex.server.engine.memory.residency import Span, each
 from loraplex.server.engine.messages import AdapterPlaced, EngineReady, EngineStats, StepOutput
 from loraplex.server.protocol import AdapterPlace, Inspect, WorkerPicture
 from loraplex.server.worker.adapters.adapter_orders import AdapterOrders

@@ -36,6 +36,7 @@ from loraplex.server.worker.adapters.adapter_store import open_store, received_u
 from loraplex.server.worker.adapters.host_tier import HostTier
 from loraplex.server.worker.adapters.merging import Merger
 from loraplex.server.worker.adapters.slab_saver import SlabSaver
+from loraplex.server.worker.app import UploadFace
 from loraplex.server.worker.known_engine import KnownEngine
 from loraplex.server.worker.metrics import WorkerMetrics
 from loraplex.server.worker.pictures.decoder import PictureDecoder
@@ -57,7 +58,6 @@ from loraplex.server.worker.process.sizing import (
     choose_sizes,
     heavy_threads,
 )
-from loraplex.server.worker.upload_face import UploadFace
 from loraplex.server.worker.worker import Worker
 
 log = logging.getLogger(__name__)

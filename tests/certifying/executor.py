@@ -25,7 +25,7 @@ from loraplex.server.engine.executor import (
     PictureCopy,
     PictureIn,
 )
-from loraplex.server.engine.memory.extents import each
+from loraplex.server.engine.memory.residency import each
 from loraplex.server.engine.plan import (
     PageGrant,
     RowStart,

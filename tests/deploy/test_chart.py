@@ -20,7 +20,7 @@ from loraplex.launcher.config import ROUTER_OPTIONS, WORKER_OPTIONS
 from loraplex.launcher.options import Option
 from loraplex.router.build import build_service
 from loraplex.router.config import RouterConfig
-from loraplex.router.names.owned_name import OwnedName
+from loraplex.router.names.served import OwnedName
 from loraplex.router.operations.adapters_file import read
 from loraplex.router.policy.rollout import Guards
 from loraplex.router.routes.app import build_app

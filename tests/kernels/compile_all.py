@@ -62,7 +62,7 @@ from loraplex.server.kernels.linear.row_form import RowForm, allocate_rows
 from loraplex.server.kernels.linear.skinny import fixed_product, skinny_product, stages_of
 from loraplex.server.kernels.linear.skinny_lora import SkinnyLora, skinny_product_lora
 from loraplex.server.kernels.linear.stack import allocate_stack, stack_rows
-from loraplex.server.kernels.lora.expand import expand
+from loraplex.server.kernels.lora.expand import expand, scale_outputs
 from loraplex.server.kernels.lora.latent_lora import (
     AbsorbedLora,
     HeadRows,
@@ -70,7 +70,6 @@ from loraplex.server.kernels.lora.latent_lora import (
     absorb,
 )
 from loraplex.server.kernels.lora.pending import PendingDelta, PendingLora
-from loraplex.server.kernels.lora.scale_outputs import scale_outputs
 from loraplex.server.kernels.lora.segments import allocate_segments, route
 from loraplex.server.kernels.lora.shrink import gather_embedding, shrink
 from loraplex.server.kernels.lora.table import RANK_BLOCKS, LoraTable, VectorTable
@@ -81,10 +80,10 @@ from loraplex.server.kernels.moe.grouped import (
     ExpertTiles,
     grouped_product,
     grouped_shape,
+    row_product,
     tokens_of_each_shape,
 )
 from loraplex.server.kernels.moe.row_lora import activated_row_lora, add_row_lora
-from loraplex.server.kernels.moe.row_product import row_product
 from loraplex.server.kernels.pointwise.add_norm import (
     ExpertTerms,
     add_experts_norm,
@@ -103,7 +102,7 @@ from loraplex.server.kernels.pointwise.sum_norm import sum_norm
 from loraplex.server.kernels.sampling.draw import DrawRows, draw_append
 from loraplex.server.kernels.sampling.draw_columns import DRAW_COLUMNS
 from loraplex.server.kernels.sampling.greedy import DrawMasks, GreedyScratch, greedy_append
-from loraplex.server.kernels.states.causal_conv import causal_conv
+from loraplex.server.kernels.states.causal_conv import Runs, Singles, Walks, causal_conv
 from loraplex.server.kernels.states.operands import (
     Convolution,
     GatedNorm,
@@ -111,7 +110,6 @@ from loraplex.server.kernels.states.operands import (
     StateHeads,
 )
 from loraplex.server.kernels.states.recurrence import delta_rule, gated_norm, state_space
-from loraplex.server.kernels.states.slices import Runs, Singles, Walks
 from loraplex.server.model.linear.quantised import matrix_of
 from tests.kernels.quantised import LAYOUTS, Make
 

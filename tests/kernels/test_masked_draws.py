@@ -10,11 +10,10 @@ from loraplex.server.constraints.rules import mask_words
 from loraplex.server.engine.executor import Masks
 from loraplex.server.engine.plan import RowStart
 from loraplex.server.model.sampling.draws_cuda import CudaDraws
-from loraplex.server.model.sampling.masks import MaskMemory, RowMasks
+from loraplex.server.model.sampling.masks import MaskMemory, RowMasks, ToDraw
 from loraplex.server.model.sampling.results import HostLogprobs
 from loraplex.server.model.sampling.sampler import Draws, Sampler, TorchDraws
 from loraplex.server.model.sampling.sampling import RowSampling, apply_history, apply_masks
-from loraplex.server.model.sampling.to_draw import ToDraw
 from loraplex.server.model.steps.rows import Rows
 from loraplex.server.protocol import SamplingParams
 from tests.grids import beyond, sparse

@@ -16,10 +16,11 @@ from loraplex.server.kernels.moe.grouped import (
     expert_tiles,
     grouped_product,
     grouped_shape,
+    row_product,
+    rows_are_few,
     tokens_of_each_shape,
 )
 from loraplex.server.kernels.moe.row_lora import activated_row_lora, add_row_lora
-from loraplex.server.kernels.moe.row_product import row_product, rows_are_few
 from loraplex.server.kernels.pointwise.add_norm import ExpertTerms, add_experts_norm
 from loraplex.server.model.linear.dense import DenseLinear
 from loraplex.server.model.linear.linear import MoeWeights

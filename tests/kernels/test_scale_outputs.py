@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from loraplex.server.kernels.lora.scale_outputs import scale_outputs
+from loraplex.server.kernels.lora.expand import scale_outputs
 from loraplex.server.kernels.lora.table import VectorTable
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from loraplex.server.kernels.attention.pages import _WIDEN
-from loraplex.server.kernels.linear.split import split_of_codes, split_of_table
+from loraplex.server.kernels.linear.matrix import split_of_codes, split_of_table
 from loraplex.server.model.linear.packed import packed
 from loraplex.server.model.linear.quantised import in_runs
 

@@ -12,7 +12,7 @@ import torch
 from msgspec.structs import replace
 
 from loraplex.server.engine.plan import StateCopy
-from loraplex.server.kernels.states.causal_conv import causal_conv
+from loraplex.server.kernels.states.causal_conv import Runs, Singles, causal_conv
 from loraplex.server.kernels.states.operands import (
     Convolution,
     GatedNorm,
@@ -20,13 +20,11 @@ from loraplex.server.kernels.states.operands import (
     StateHeads,
 )
 from loraplex.server.kernels.states.recurrence import delta_rule, gated_norm
-from loraplex.server.kernels.states.slices import Runs, Singles
 from loraplex.server.model.linear.dense import DenseLinear
 from loraplex.server.model.ops import ops_torch
 from loraplex.server.model.ops.cuda import states_cuda
 from loraplex.server.model.ops.ops import StepLayout
-from loraplex.server.model.ops.row_states import RowStates
-from loraplex.server.model.ops.state_steps import TokenSteps
+from loraplex.server.model.ops.row_states import RowStates, TokenSteps
 from loraplex.server.model.spec.linear_spec import LinearSpec, Part
 from loraplex.server.model.spec.state_spec import DeltaNetSpec, Mamba2Spec, ShortConvSpec, StateSpec
 from loraplex.server.model.weight_source import (

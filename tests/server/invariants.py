@@ -3,9 +3,8 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from loraplex.server.engine.memory.extents import TAKEN, each
 from loraplex.server.engine.memory.pages import PagePool
-from loraplex.server.engine.memory.residency import AdapterArena
+from loraplex.server.engine.memory.residency import TAKEN, AdapterArena, each
 from loraplex.server.engine.scheduling.states import SequenceStates
 from loraplex.server.engine.swapping.swaps import PageSwaps
 from loraplex.server.worker.sequences import Identity, SequenceTable

@@ -14,10 +14,10 @@ from loraplex.router.policy.placement.placement import (
     Decision,
     PlacementRequest,
     Placer,
+    Rankings,
     Reason,
     WorkerView,
 )
-from loraplex.router.policy.placement.rendezvous import Rankings
 from tools.bench.simulation.fleet import SimulatedFleet
 from tools.bench.simulation.traffic import SHAPES, Shape, Traffic
 from tools.bench.simulation.worker import WorkerModel

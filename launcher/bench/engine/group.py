@@ -17,7 +17,7 @@ from loraplex.launcher.bench.engine.random_weights import STD, random_weights
 from loraplex.server.config import EngineConfig
 from loraplex.server.engine.executor import Executor
 from loraplex.server.engine.group.group import Follower, GroupExecutor
-from loraplex.server.model.devices.process_group import ProcessGroup
+from loraplex.server.model.devices.group import ProcessGroup
 from loraplex.server.model.executor import TorchExecutor
 from loraplex.server.model.lora.arena_weights import DTYPES
 from loraplex.server.worker import tether

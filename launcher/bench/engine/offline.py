@@ -33,7 +33,7 @@ from loraplex.launcher.known_models import served_families
 from loraplex.server.config import EngineConfig, KvDtype
 from loraplex.server.constraints.constraints import make_constraints
 from loraplex.server.engine.loop import EngineLoop
-from loraplex.server.engine.memory.extents import FREE, fit
+from loraplex.server.engine.memory.residency import FREE, fit
 from loraplex.server.engine.messages import (
     FromEngine,
     NeedSlab,

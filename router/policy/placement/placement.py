@@ -1,19 +1,50 @@
 """Chooses the worker for a sequence, with the reason. Pure.
 
 An adapter lives on few workers: where its rendezvous ranking puts it, and on more as its demand
-grows. Another worker is used only when those are full and waiting for them would cost more than a
-load. This router's own counts of a worker come first: what a worker reports is half a second old.
+grows. Every router ranks alike without communication (Thaler and Ravishankar, 1998). A worker that
+comes or goes moves only its own adapters. Another worker is used only when those are full and
+waiting for them would cost more than a load. This router's own counts of a worker come first: what
+a worker reports is half a second old.
 """
 
 import math
 from collections.abc import Container, Sequence
+from hashlib import blake2b
 from typing import Literal, NamedTuple
 
 import msgspec
 
 from loraplex.adapters.common.newest import NewestKept
 from loraplex.router.policy.placement.prefixes import PrefixMemory
-from loraplex.router.policy.placement.rendezvous import Rankings
+
+MAX_RANKINGS = 1 << 14
+
+
+class Rankings:
+    """Rankings of worker ids by key, remembered while the workers are the same."""
+
+    def __init__(self) -> None:
+        self._workers: tuple[str, ...] = ()
+        self._rankings = NewestKept[str, dict[str, int]](MAX_RANKINGS)
+
+    def of(self, key: str, worker_ids: Sequence[str]) -> dict[str, int]:
+        """The rank of each worker; 0 = the first home."""
+        workers = tuple(worker_ids)
+        if workers != self._workers:
+            self._workers = workers
+            self._rankings.clear()
+        ranking = self._rankings.get(key)
+        if ranking is None:
+            ranking = self._rankings[key] = rank(key, workers)
+        return ranking
+
+
+def rank(key: str, worker_ids: Sequence[str]) -> dict[str, int]:
+    def score(worker_id: str) -> bytes:
+        return blake2b(f"{worker_id}\0{key}".encode(), digest_size=8).digest()
+
+    return {worker_id: i for i, worker_id in enumerate(sorted(worker_ids, key=score))}
+
 
 # Sequences sent and not yet begun, at most: the rest waits where turns are kept. With KV to spare
 # enough to fill the next steps; without, they would only queue up in front of the worker.

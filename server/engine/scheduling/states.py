@@ -5,8 +5,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from loraplex.server.engine.executor import ExecutorLimits
-from loraplex.server.engine.memory.pages import PageHash
-from loraplex.server.engine.memory.snapshots import SnapshotPool
+from loraplex.server.engine.memory.pages import PageHash, SnapshotPool
 from loraplex.server.engine.plan import StateCopy, StateSave
 from loraplex.server.engine.scheduling.sequence import Sequence
 from loraplex.server.engine.swapping.swaps import PageSwaps

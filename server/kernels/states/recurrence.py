@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from loraplex.server.kernels.launch.launch import dot_precision
+from loraplex.server.kernels.states.causal_conv import Runs, Slices, slice_of, walked
 from loraplex.server.kernels.states.operands import GatedNorm, StateGates, StateHeads
-from loraplex.server.kernels.states.slices import Runs, Slices, slice_of, walked
 
 # Tokens of a chunk. A row of its system's inverse is as wide.
 CHUNK = 32

@@ -30,8 +30,8 @@ from loraplex.server.model.ops.cuda.lora_linear import LinearOutput, Ready
 from loraplex.server.model.ops.cuda.ops_cuda import CudaOps, CudaPlan, first_rows
 from loraplex.server.model.ops.cuda.states_cuda import NO_STATES, walk_columns, walks
 from loraplex.server.model.ops.ops import StepLayout
+from loraplex.server.model.ops.row_states import StatePhase, StateSteps
 from loraplex.server.model.ops.sizes import padded_size
-from loraplex.server.model.ops.state_steps import StatePhase, StateSteps
 from loraplex.server.model.ops.transfers import to_device
 from loraplex.server.model.steps.rows import Rows
 

@@ -8,9 +8,8 @@ from math import inf
 import torch
 
 from loraplex.server.kernels.launch.configs import KernelConfigs, PackedConfig
-from loraplex.server.kernels.linear.matrix import PackedMatrix
+from loraplex.server.kernels.linear.matrix import PackedMatrix, split_of_codes, split_of_table
 from loraplex.server.kernels.linear.row_form import FP8, INT8, RoundedRows, RowForm, rounded
-from loraplex.server.kernels.linear.split import split_of_codes, split_of_table
 from loraplex.server.model.linear.dense import DEFAULT, DenseLinear, Product, Way
 from loraplex.server.model.linear.packed import PackedWeight, unpacked
 from loraplex.server.model.quantisation.forms import InputForm

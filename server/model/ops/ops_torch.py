@@ -22,8 +22,7 @@ from loraplex.server.model.lora.sites import Site
 from loraplex.server.model.ops.latents_torch import AbsorbedKeys, attend_distances
 from loraplex.server.model.ops.ops import DistanceProduct, KVCache, StepLayout
 from loraplex.server.model.ops.products_torch import TorchProducts, with_values, without_gate
-from loraplex.server.model.ops.row_states import RowStates
-from loraplex.server.model.ops.state_steps import Move, TokenSteps
+from loraplex.server.model.ops.row_states import Move, RowStates, TokenSteps
 from loraplex.server.model.ops.transfers import to_device
 from loraplex.server.model.ops.turned_heads import HeadTurns, StepTurns, turned_heads
 from loraplex.server.model.spec.model_spec import AttentionSpec, ModelSpec

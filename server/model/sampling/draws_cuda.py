@@ -10,10 +10,9 @@ from loraplex.server.kernels.sampling.draw import DrawRows, draw_append
 from loraplex.server.kernels.sampling.greedy import DrawMasks, GreedyScratch
 from loraplex.server.model.ops.memory import LOGITS_ROWS
 from loraplex.server.model.ops.transfers import to_device
-from loraplex.server.model.sampling.masks import RowMasks
+from loraplex.server.model.sampling.masks import RowMasks, ToDraw
 from loraplex.server.model.sampling.sampler import TorchDraws, in_pieces
 from loraplex.server.model.sampling.sampling import RowSampling, apply_history
-from loraplex.server.model.sampling.to_draw import ToDraw
 from loraplex.server.model.steps.rows import Rows
 
 

@@ -8,8 +8,8 @@ import torch
 
 from loraplex.server.engine.plan import SeqSlice, SliceResult
 from loraplex.server.model.routed_experts import HostRouted
+from loraplex.server.model.sampling.masks import ToDraw
 from loraplex.server.model.sampling.sampling import Logprobs
-from loraplex.server.model.sampling.to_draw import ToDraw
 from loraplex.server.model.steps.drafts import joined
 from loraplex.server.protocol import TokenLogprob
 

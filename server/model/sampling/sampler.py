@@ -9,6 +9,7 @@ import torch
 
 from loraplex.server.model.ops.memory import LOGITS_ROWS
 from loraplex.server.model.ops.transfers import to_device, to_host
+from loraplex.server.model.sampling.masks import ToDraw
 from loraplex.server.model.sampling.results import HostLogprobs, PromptLogprobs
 from loraplex.server.model.sampling.sampling import (
     Logprobs,
@@ -18,7 +19,6 @@ from loraplex.server.model.sampling.sampling import (
     ranks,
     sample,
 )
-from loraplex.server.model.sampling.to_draw import ToDraw
 from loraplex.server.model.steps.rows import Rows
 
 

@@ -4,9 +4,8 @@ from collections.abc import Collection, Iterator, Mapping
 
 from tokenizers import Tokenizer
 
-from loraplex.adapters.chat.conversation import TemplateFault
+from loraplex.adapters.chat.conversation import PROBES, TemplateFault, turn_ends
 from loraplex.adapters.chat.template import ChatTemplate
-from loraplex.adapters.chat.turn_end import PROBES, turn_ends
 from loraplex.server.model.spec.model_spec import ModelSpec
 
 

@@ -17,8 +17,7 @@ import msgspec
 from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.manifest import SlabLayout
 from loraplex.adapters.slab.file import SlabGarbled, SlabSource
-from loraplex.server.engine.memory.extents import Span
-from loraplex.server.engine.memory.residency import AdapterArena, EvictionReason, Placement
+from loraplex.server.engine.memory.residency import AdapterArena, EvictionReason, Placement, Span
 from loraplex.server.engine.messages import SlabStaged
 from loraplex.server.protocol import TierState
 from loraplex.server.worker.adapters.ahead import Ahead

@@ -5,9 +5,8 @@ from typing import NamedTuple
 import pytest
 from hypothesis import strategies as st
 
-from loraplex.adapters.chat.conversation import TemplateFault
+from loraplex.adapters.chat.conversation import PROBES, Probe, TemplateFault, turn_ends
 from loraplex.adapters.chat.template import ChatTemplate
-from loraplex.adapters.chat.turn_end import PROBES, Probe, turn_ends
 from tests.grids import examples
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from loraplex.adapters.ref import AdapterRef
-from loraplex.adapters.store.references import Known, References
+from loraplex.adapters.store.content import Known, References
 
 
 def digest(known: References, number: int) -> str | None:
@@ -44,8 +44,8 @@ def test_the_oldest_go_and_are_not_looked_for_each_time(
     folder, staging = tmp_path / "refs", tmp_path / "staging"
     folder.mkdir()
     staging.mkdir()
-    monkeypatch.setattr("loraplex.adapters.store.references.MAX_REFERENCES", 10)
-    monkeypatch.setattr("loraplex.adapters.store.references._TRIM_EVERY", 8)
+    monkeypatch.setattr("loraplex.adapters.store.content.MAX_REFERENCES", 10)
+    monkeypatch.setattr("loraplex.adapters.store.content._TRIM_EVERY", 8)
     looked: list[Path] = []
     known = References(folder)
     trim = known._trim

@@ -7,7 +7,7 @@ import httpx
 import pytest
 from tokenizers import AddedToken
 
-from loraplex.adapters.chat.turn_end import PROBES
+from loraplex.adapters.chat.conversation import PROBES
 from loraplex.adapters.manifest import AdapterManifest
 from loraplex.router.generation.ends import AnswerEnds
 from loraplex.router.text.model import TextModel

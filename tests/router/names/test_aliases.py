@@ -10,8 +10,8 @@ from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.ref import AdapterRef
 from loraplex.router.call import Secret
 from loraplex.router.names.aliases import MAX_DELETED, Aliases
-from loraplex.router.names.owned_name import OwnedName
 from loraplex.router.names.registration import Registration, seen
+from loraplex.router.names.served import OwnedName
 from loraplex.router.policy.rollout import Content, Rollout, Version
 from loraplex.router.shared import memory_store
 from loraplex.router.shared.memory_store import MemoryStore

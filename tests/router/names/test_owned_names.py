@@ -18,16 +18,14 @@ from loraplex.router.api.request.formatter import ApiLimits
 from loraplex.router.call import AdapterChoice, MergedChoice, RequestError, Secret
 from loraplex.router.names.aliases import Aliases
 from loraplex.router.names.catalog import Catalog, CatalogRules
-from loraplex.router.names.owned_name import OwnedName
 from loraplex.router.names.registration import AliasState, Origin, Registration, seen
 from loraplex.router.names.served import Origin as ServedOrigin
-from loraplex.router.names.served import ServedAdapter
+from loraplex.router.names.served import OwnedName, ServedAdapter
 from loraplex.router.names.use import AdapterUse
 from loraplex.router.policy.rollout import Content, HeldContent
 from loraplex.router.shared.memory_store import MemoryStore
 from loraplex.router.shared.store import Row, Store
-from loraplex.router.tenancy.keys import NOBODY, ApiKey, Caller
-from loraplex.router.tenancy.scope import check_scope
+from loraplex.router.tenancy.keys import NOBODY, ApiKey, Caller, check_scope
 from tests.router.fake_worker import make_manifest
 from tests.router.serving import COMMIT
 

@@ -10,9 +10,8 @@ from loraplex.adapters.ref import AdapterRef
 from loraplex.router.api.openai import completions
 from loraplex.router.api.request.formatter import ApiLimits
 from loraplex.router.call import GenerationCall
-from loraplex.router.names.owned_name import OwnedName
 from loraplex.router.names.rollout_tally import SLICE_S, Outcomes, RolloutTally
-from loraplex.router.names.served import ServedAdapter
+from loraplex.router.names.served import OwnedName, ServedAdapter
 from loraplex.router.policy.guards import GuardSample, bucket_of
 from loraplex.router.policy.rollout import MAX_WINDOW_S
 from loraplex.router.shared.memory_store import MemoryStore

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from loraplex.router.http import idempotency
-from loraplex.router.names.owned_name import OwnedName
+from loraplex.router.names.served import OwnedName
 from loraplex.router.shared import memory_store
 from loraplex.server.protocol import ErrorCode, GenerateRequest
 from tests.router.fake_worker import EOS, FakeWorker, make_manifest

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from loraplex.adapters.manifest import AdapterManifest
 from loraplex.adapters.ref import AdapterRef
-from loraplex.router.names.owned_name import OwnedName
 from loraplex.router.names.registration import Origin, Registration
+from loraplex.router.names.served import OwnedName
 from loraplex.router.operations import declarations
 from loraplex.router.operations.adapters_file import (
     MAX_FILE_BYTES,

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.manifest import AdapterManifest
 from loraplex.adapters.ref import AdapterRef
-from loraplex.router.names.owned_name import OwnedName
 from loraplex.router.names.registration import Registration, RolloutRequest, seen
 from loraplex.router.names.rollout_moves import Shares, rolled_back, split, stays_back, with_shares
+from loraplex.router.names.served import OwnedName
 from loraplex.router.operations.adapters_file import (
     BY,
     FileContents,

@@ -10,8 +10,7 @@ from prometheus_client import CollectorRegistry
 from loraplex.adapters.ref import AdapterRef
 from loraplex.router.call import RequestError
 from loraplex.router.names.judged_requests import KEPT_S, MOST_KEPT, JudgedRequests
-from loraplex.router.names.owned_name import OwnedName
-from loraplex.router.names.served import ServedAdapter
+from loraplex.router.names.served import OwnedName, ServedAdapter
 from loraplex.router.operations.feedback import Feedback
 from loraplex.router.shared.memory_store import MemoryStore
 from loraplex.router.telemetry.metrics import RouterMetrics

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from loraplex.adapters.errors import invalid
 from loraplex.adapters.manifest import AdapterManifest
 from loraplex.adapters.ref import AdapterRef, path_of_local
-from loraplex.router.names.owned_name import OwnedName
 from loraplex.router.names.registration import Origin, Registration, RegistrationRequest
+from loraplex.router.names.served import OwnedName
 from loraplex.router.operations import folder_watch
 from loraplex.router.operations.admin import AdapterAdmin
 from loraplex.router.operations.declarations import POLL_S, RETRY_S

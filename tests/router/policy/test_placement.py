@@ -10,9 +10,9 @@ from loraplex.router.policy.placement.placement import (
     PlacementRequest,
     Placer,
     WorkerView,
+    rank,
 )
 from loraplex.router.policy.placement.prefixes import prefix_keys
-from loraplex.router.policy.placement.rendezvous import rank
 
 DIGEST = "d"
 REQUEST = PlacementRequest(DIGEST, "key", nbytes=50_000_000)

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from loraplex.router.names.owned_name import OwnedName
+from loraplex.router.names.served import OwnedName
 from loraplex.router.policy.quota import UNIT, Ask, Limits, Subject
 from loraplex.router.shared.memory_store import MemoryStore
 from loraplex.router.shared.replica import Replica

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from loraplex.router.build import build_service
 from loraplex.router.config import RouterConfig
-from loraplex.router.names.owned_name import OwnedName
+from loraplex.router.names.served import OwnedName
 from loraplex.router.operations import compat_metrics
 from loraplex.router.telemetry.top_adapters import COUNTS
 from tests.grids import beyond

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.router.names.owned_name import OwnedName
+from loraplex.router.names.served import OwnedName
 from loraplex.router.telemetry.top_adapters import (
     BASE,
     COUNTS,

@@ -13,10 +13,11 @@ from loraplex.router.tenancy.keys import (
     KeysFileError,
     Tenant,
     check_key,
+    check_scope,
+    names_of,
     read_keys,
 )
 from loraplex.router.tenancy.rate_headers import duration, rate_headers
-from loraplex.router.tenancy.scope import check_scope, names_of
 from loraplex.router.tenancy.usage import OTHER, Pending, UsageRecord, rows_of
 
 DIGEST, OLD = "a" * 64, "b" * 64

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from loraplex.adapters.chat.conversation import MessageForm, TemplateOptions
 from loraplex.router.call import RequestError
-from loraplex.router.text.templates import BaseTemplates
+from loraplex.router.text.model import BaseTemplates
 from tests.router.text.small_models import TEMPLATE, card, text_model
 
 HI: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]

@@ -16,9 +16,8 @@ from loraplex.adapters.ref import AdapterRef
 from loraplex.adapters.sources.upload import UploadSource
 from loraplex.adapters.uploads.shelf import UploadShelf
 from loraplex.router.uploads.courier import UploadCourier
-from loraplex.server.worker.app import WorkerApp
+from loraplex.server.worker.app import UploadFace, WorkerApp
 from loraplex.server.worker.pictures.service import PictureService
-from loraplex.server.worker.upload_face import UploadFace
 from loraplex.server.worker.worker import Worker
 from tests.adapters.uploads.bodies import FILES, archive, unpacked
 

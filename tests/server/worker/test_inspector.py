@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.server import protocol
-from loraplex.server.engine.memory.extents import Span
+from loraplex.server.engine.memory.residency import Span
 from loraplex.server.engine.messages import AdapterPlaced
 from loraplex.server.worker.inspector import DevicePlaces
 from tests.server.worker.small_memory import admit_all, running_small

@@ -9,9 +9,8 @@ from starlette.testclient import TestClient
 
 from loraplex.server.engine.messages import StartProgress
 from loraplex.server.worker import app
-from loraplex.server.worker.app import WorkerApp
+from loraplex.server.worker.app import UploadFace, WorkerApp
 from loraplex.server.worker.start_log import StartLog
-from loraplex.server.worker.upload_face import UploadFace
 from loraplex.server.worker.worker import Worker
 
 READING = StartProgress("reading weights", 4.12, 15, "GiB")

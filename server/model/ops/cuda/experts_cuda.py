@@ -10,9 +10,10 @@ from loraplex.server.kernels.moe.grouped import (
     GroupedShape,
     grouped_product,
     grouped_shape,
+    row_product,
+    rows_are_few,
 )
 from loraplex.server.kernels.moe.row_lora import MOST_ROWS, activated_row_lora, add_row_lora
-from loraplex.server.kernels.moe.row_product import row_product, rows_are_few
 from loraplex.server.kernels.pointwise.gated import ExpertActivation, gated
 from loraplex.server.model.linear.linear import ExpertsLinear, MoeWeights
 from loraplex.server.model.lora.lora import AdapterTable

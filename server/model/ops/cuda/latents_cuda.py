@@ -17,6 +17,7 @@ from loraplex.server.kernels.attention.unfolded_attention import (
     unfolded_prompts,
     unfolded_tiles,
 )
+from loraplex.server.kernels.lora.expand import scale_outputs
 from loraplex.server.kernels.lora.latent_lora import (
     MOST_ABSORBED,
     AbsorbedLora,
@@ -24,7 +25,6 @@ from loraplex.server.kernels.lora.latent_lora import (
     LatentProduct,
     absorb,
 )
-from loraplex.server.kernels.lora.scale_outputs import scale_outputs
 from loraplex.server.kernels.lora.table import LoraTable
 from loraplex.server.model.latent_weights import LatentWeights
 from loraplex.server.model.lora.sites import Site

@@ -15,9 +15,8 @@ import torch
 from loraplex.server.kernels.launch.configs import KernelConfigs, Phase
 from loraplex.server.kernels.linear.row_form import RoundedRows, Rounding
 from loraplex.server.kernels.linear.skinny_lora import SkinnyLora, skinny_product_lora
-from loraplex.server.kernels.lora.expand import expand
+from loraplex.server.kernels.lora.expand import expand, scale_outputs
 from loraplex.server.kernels.lora.pending import PendingDelta, PendingLora
-from loraplex.server.kernels.lora.scale_outputs import scale_outputs
 from loraplex.server.kernels.lora.shrink import gather_embedding, shrink
 from loraplex.server.kernels.lora.table import LoraTable
 from loraplex.server.kernels.lora.workspace import Workspace

@@ -5,13 +5,12 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 import torch
 
-from loraplex.server.kernels.states.causal_conv import causal_conv
+from loraplex.server.kernels.states.causal_conv import Runs, Singles, Slices, Walks, causal_conv
 from loraplex.server.kernels.states.recurrence import delta_rule, gated_norm, state_space
-from loraplex.server.kernels.states.slices import Runs, Singles, Slices, Walks
 from loraplex.server.model.devices.group import DeviceSum
 from loraplex.server.model.ops import ops_torch
 from loraplex.server.model.ops.ops import StepLayout
-from loraplex.server.model.ops.state_steps import (
+from loraplex.server.model.ops.row_states import (
     StatePhase,
     StateSteps,
     kept_places,

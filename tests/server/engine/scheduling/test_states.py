@@ -13,7 +13,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from loraplex.server.engine.memory.snapshots import SnapshotPool
+from loraplex.server.engine.memory.pages import SnapshotPool
 from loraplex.server.engine.scheduling.scheduler_config import SchedulerConfig
 from loraplex.server.protocol import BACKGROUND_PRIORITY, GenerateRequest
 from tests.certifying.certificates import CertifyOptions

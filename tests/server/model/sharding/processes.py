@@ -12,7 +12,7 @@ import torch
 from loraplex.adapters.base import Shard
 from loraplex.server.engine.group.group import GroupExecutor
 from loraplex.server.engine.shared_memory import HostMemory
-from loraplex.server.model.devices.process_group import ProcessGroup
+from loraplex.server.model.devices.group import ProcessGroup
 from loraplex.server.model.executor import TorchExecutor
 from loraplex.server.model.start import WeightsLoader
 from loraplex.server.worker.process.engine_process import GroupPlace, spawn_process

@@ -264,14 +264,14 @@ class _Start:
 
 def compile_together(launch: Callable[[], None], parts: Parts, sizes: tuple[int, ...]) -> None:
     """Compile the kernels that are launched, all at once, unless an earlier start did for such
-    parts. Without it kernels are compiled one by one, as what follows comes to them. sizes: of
-    decode graphs.
+    parts on all devices of the group: launching has them exchange tensors. Without it kernels are
+    compiled one by one, as what follows comes to them. sizes: of decode graphs.
     """
     products = [same.kind for same, *_ in _by_shape(parts.weights.linears)]
     kinds = (parts.whole, parts.limits, parts.cache.pool.dtype, parts.cache.dtype, products, sizes)
     options = (parts.group.shard, parts.dora_graphs, parts.batch_invariant)
     kept = KeptChoices.of(parts.rows.device, *kinds, *options)
-    if kept.are_compiled:
+    if parts.group.least(int(kept.are_compiled)):
         return
     try:
         with compiled_together():

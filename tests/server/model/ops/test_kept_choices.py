@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from loraplex.server.model.linear.dense import LIBRARIES, DenseLinear, Way
 from loraplex.server.model.ops.cuda import lora_linear
 from loraplex.server.model.ops.cuda.kept_choices import KeptChoices
 from loraplex.server.model.ops.cuda.lora_linear import Products
+from tests.server.model import fake_flashinfer
 
 OTHER, THIRD = LIBRARIES[1], LIBRARIES[2]
 CACHE = partial(FileCacheManager, "key")
@@ -71,6 +73,21 @@ def test_the_next_start_knows_that_all_is_compiled(starts: Starts) -> None:
     kept.keep_compiled()
     assert KeptChoices(CACHE).are_compiled
     assert not KeptChoices(partial(FileCacheManager, "of another model")).are_compiled
+
+
+@pytest.mark.usefixtures("starts")
+def test_devices_of_a_group_compile_together_unless_all_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake_flashinfer.install(monkeypatch)
+    from loraplex.server.model.graphs.fast_path import compile_together
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    parts, launched = Mock(weights=Mock(linears=())), list[int]()
+    for others, expected in ((1, [1]), (0, [1, 0]), (1, [1, 0])):
+        parts.group.least = partial(min, others)
+        compile_together(partial(launched.append, others), parts, ())
+        assert launched == expected
 
 
 @pytest.mark.parametrize("text", ["", "[1]", '{"1 (48, 32)": ["gone", "gone"]}', "{"])

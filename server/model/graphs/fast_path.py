@@ -8,9 +8,11 @@ from functools import partial
 
 import torch
 
+import loraplex.server.model
 from loraplex.adapters.base import Role
 from loraplex.server.engine.executor import ExecutorLimits
 from loraplex.server.kernels.launch.compile_ahead import compiled_together, tell_of_late_kernels
+from loraplex.server.kernels.launch.sources import sources_digest
 from loraplex.server.model.decoder import Decoder
 from loraplex.server.model.graphs.parts import Built, Parts
 from loraplex.server.model.graphs.start_phases import StartPhases
@@ -270,7 +272,8 @@ def compile_together(launch: Callable[[], None], parts: Parts, sizes: tuple[int,
     products = [same.kind for same, *_ in _by_shape(parts.weights.linears)]
     kinds = (parts.whole, parts.limits, parts.cache.pool.dtype, parts.cache.dtype, products, sizes)
     options = (parts.group.shard, parts.dora_graphs, parts.batch_invariant)
-    kept = KeptChoices.of(parts.rows.device, *kinds, *options)
+    sources = sources_digest(loraplex.server.model)  # which choose what is launched
+    kept = KeptChoices.of(parts.rows.device, *kinds, *options, sources)
     if parts.group.least(int(kept.are_compiled)):
         return
     try:

@@ -1,7 +1,8 @@
 """Packs an adapter's weights into a slab, in one pass over the file.
 
 Each piece is checked against the judged content, converted, and written to its place. Packing
-takes the memory of a few pieces (`PIECE_BYTES`) and of one row of a tensor.
+takes the memory of a few pieces (`PIECE_BYTES`), of one row of a tensor, and of the LoRA of a
+resized table in float32.
 """
 
 import math
@@ -440,8 +441,8 @@ class _Packer:
     def pack(self, tensor: TensorInfo, targets: list[SlabTarget]) -> None:
         self._fitting = True
         # Targets of one tensor are alike.
-        self._dtype: SlabDtype = "float32" if targets[0].is_wide else self._own_dtype
-        self._item_bytes = ITEM_BYTES[self._dtype]
+        dtype: SlabDtype = "float32" if targets[0].is_wide else self._own_dtype
+        self._dtype, self._item_bytes = dtype, ITEM_BYTES[dtype]
         whole = targets[0].whole if len(targets) == 1 else None
         if any(target.added for target in targets):
             self._pack_sums(tensor, targets)
@@ -452,24 +453,28 @@ class _Packer:
                 for target in targets:
                     target.write(first, rows)
         if not self._fitting:
-            message = f"{tensor.name} has values too large for {self._dtype}"
+            message = f"{tensor.name} has values too large for {dtype}"
             self.violations.append(Violation("overflow", tensor.name, message))
 
     def _pack_sums(self, tensor: TensorInfo, targets: list[SlabTarget]) -> None:
         """Packs a table with the LoRA that is added to its rows, rounded once."""
         loras = {part.added.module: part.added for part in targets if part.added is not None}
         sides = {module: self._sides(lora) for module, lora in loras.items()}
+        alike: dict[str, list[SlabTarget]] = {}  # of all shards
+        for target in targets:
+            alike.setdefault(target.added.module if target.added else "", []).append(target)
         for first, block in self._float_blocks(tensor):
-            for target in targets:
+            for module, places in alike.items():
                 total = block
-                if target.added is not None:
-                    left, right = sides[target.added.module]
+                if module in sides:
+                    left, right = sides[module]
                     total = block + left[first : first + len(block)] @ right
                 raw = np.ascontiguousarray(total).view(np.uint8).reshape(-1)
                 self._fitting &= fits(raw, "F32", self._own_dtype)
                 rows = np.empty(total.shape, f"<u{ITEM_BYTES[self._own_dtype]}")
                 convert_into(raw, "F32", rows.view(np.uint8).reshape(-1), self._own_dtype)
-                target.write(first, rows)
+                for place in places:
+                    place.write(first, rows)
 
     def _sides(self, lora: ModuleLora) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """Reads `[tokens, rank]` and `[rank, hidden]`, whose product a table's rows get."""

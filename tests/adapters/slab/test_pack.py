@@ -14,6 +14,7 @@ import pytest
 
 from loraplex.adapters.common.disk import release
 from loraplex.adapters.content_check import seal_of
+from loraplex.adapters.errors import AdapterError
 from loraplex.adapters.judge import Judged, judge_folder, seal_stored
 from loraplex.adapters.manifest import ITEM_BYTES, SlabDtype, SlabLayout
 from loraplex.adapters.peft.validate import WEIGHTS_FILE, AdapterLimits, SlabRoom
@@ -354,6 +355,26 @@ def test_values_too_large_for_the_dtype_are_refused(tmp_path: Path) -> None:
     next(iter(tensors.values()))[1, 2] = np.inf
     (folder / WEIGHTS_FILE).write_bytes(safetensors_bytes(tensors))
     assert violation_codes(judging) == {"not_finite"}
+
+
+def test_a_table_that_is_too_large_with_its_lora_is_refused_by_the_slabs_dtype(
+    tmp_path: Path,
+) -> None:
+    folder = write_adapter(tmp_path / "a", BASE)
+    tensors = {
+        name: np.full_like(part, 100)
+        for name, part in lora_tensors(BASE, targets=["lm_head"]).items()
+    }
+    table = np.full((BASE.vocab_size + 1, BASE.hidden_size), 6e4, np.float32)
+    b = next(name for name in tensors if "lora_B" in name)
+    tensors[b] = np.full((len(table), 8), 100, np.float32)
+    tensors[b.replace("lora_B", "base_layer")] = table
+    tensors[f"base_model.model.{BASE.model_modules['embed_tokens'].path}.weight"] = table
+    write_config(folder, adapter_config(BASE, 8, ["lm_head"]))
+    (folder / WEIGHTS_FILE).write_bytes(safetensors_bytes(tensors))
+    with pytest.raises(AdapterError, match="base_layer.weight has values too large for float16$"):
+        packed(folder, "float16")
+    packed(folder, "bfloat16")
 
 
 def test_damaged_slabs_are_errors_of_the_file(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def decode_attention(
     """Compute attention of one new token a sequence, and write its keys and values to the cache.
     qkv: `[batch, (heads + 2 kv_heads) * head_dim]`, contiguous, or of fewer parts
     (`CachePages.parts`); pending: LoRA of it, computed
-    beside it. cache: features of k lie as `rotation.py` says. out: `[batch, heads, head_dim]`.
+    beside it. cache: features of k lie as `rope_append.py` says. out: `[batch, heads, head_dim]`.
     One kernel, two with a norm over all heads. Raises ValueError on a mismatch, and where
     scratch has no room for the batch.
     """

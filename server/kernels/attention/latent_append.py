@@ -2,7 +2,7 @@
 few tokens also their queries, which absorb `kv_b`.
 
 One launch a layer. The cached row of a token is its normed latent, then the rotated part, whose
-features lie as `rotation.py` says.
+features lie as `rope_append.py` says.
 """
 
 from typing import NamedTuple

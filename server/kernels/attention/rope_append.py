@@ -266,7 +266,7 @@ def rope_append(
     norm: QkNorm | None,
 ) -> torch.Tensor:
     """Returns the rotated queries `[tokens, heads, head_dim]`, whose features lie as those of
-    cached keys do (`rotation.py`); k and v go to their places.
+    cached keys do; k and v go to their places.
 
     qkv: `[tokens, (heads + 2 kv_heads) * head_dim]`, contiguous, or of fewer parts
     (`CachePages.parts`). positions: int64 `[tokens]`, rows

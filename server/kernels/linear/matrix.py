@@ -48,7 +48,7 @@ class PackedMatrix:
     second in the upper ones. scales: `[ceil(out / rows), groups]`. in_features: of whole runs.
     bits: of a code; 0 = FP8. group: inputs that share a scale, a power of two; 0 = all. rows:
     outputs that do. zeros: uint8, as scales, or one for all. table: float32 `[16]`; split: the
-    assembly of `split.py`, of 4-bit codes. matrices: so many lie one below the other. order: int32
+    assembly of 4-bit codes, as above. matrices: so many lie one below the other. order: int32
     `[in]`, the input that each column stands for. arrivals: int32 zeros, one for each 16 outputs,
     by which programs that share inputs find the last of them.
     """

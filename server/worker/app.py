@@ -27,8 +27,8 @@ from loraplex.server.worker.worker import Worker
 
 log = logging.getLogger(__name__)
 
-MAX_AT_ONCE = 16
-IDLE_S = 30.0
+_MOST_UPLOADS = 16  # at once
+_UPLOAD_IDLE_S = 30.0
 
 
 class UploadFace:
@@ -37,12 +37,12 @@ class UploadFace:
     def __init__(self, shelf: UploadShelf, max_bytes: int) -> None:
         self._shelf = shelf
         self._max_bytes = max_bytes
-        self._threads = ThreadPoolExecutor(MAX_AT_ONCE, "uploads")
+        self._threads = ThreadPoolExecutor(_MOST_UPLOADS, "uploads")
 
     async def receive(self, request: Request) -> Response:
         """Answers a PUT of `/uploads/DIGEST`. The digest must be that of the files."""
         digest = request.path_params["digest"]
-        body = BodyStream(request.receive, IDLE_S)
+        body = BodyStream(request.receive, _UPLOAD_IDLE_S)
         loop = asyncio.get_running_loop()
         try:
             await loop.run_in_executor(self._threads, self._keep, body, digest)

@@ -22,7 +22,8 @@ TAKEN = 0
 Span = tuple[int, int]
 
 
-def mark(extents: bytearray, spans: Iterable[Span], state: int) -> None:
+def _mark(extents: bytearray, spans: Iterable[Span], state: int) -> None:
+    """Write the state of all extents in the spans: FREE or TAKEN."""
     for first, length in spans:
         extents[first : first + length] = bytes([state]) * length
 
@@ -58,16 +59,18 @@ def each(spans: Iterable[Span]) -> Iterator[int]:
     return (x for first, length in spans for x in range(first, first + length))
 
 
-def spread(firsts: Sequence[int], runs: Sequence[int]) -> tuple[int, ...]:
+def _spread(firsts: Sequence[int], runs: Sequence[int]) -> tuple[int, ...]:
+    """List all extents of runs. firsts: of each run."""
     if len(firsts) == sum(runs):
         return tuple(firsts)
     return tuple(each(zip(firsts, runs, strict=True)))
 
 
-def join(extents: Sequence[int], runs: Sequence[int]) -> tuple[Span, ...]:
+def _join(firsts: Sequence[int], runs: Sequence[int]) -> tuple[Span, ...]:
+    """Join runs that lie side by side, in ascending order. firsts: of each run."""
     joined: list[Span] = []
     begin = end = -1
-    for first, length in sorted(zip(extents, runs, strict=True)):
+    for first, length in sorted(zip(firsts, runs, strict=True)):
         if first != end:
             if begin >= 0:
                 joined.append((begin, end - begin))
@@ -378,8 +381,8 @@ class AdapterArena:
         extents = self._try(runs, ())
         assert extents is not None
         placement = Placement(self._free_slots.pop(), extents, tuple(victims))
-        entry = _Entry(placement, spread(extents, runs), join(extents, runs))
-        mark(self._map, entry.spans, TAKEN)
+        entry = _Entry(placement, _spread(extents, runs), _join(extents, runs))
+        _mark(self._map, entry.spans, TAKEN)
         self._entries[digest] = entry
         if digest in self._pins:
             self._beside_pins = None
@@ -416,7 +419,7 @@ class AdapterArena:
             pinned = [self._entries[d] for d in self._pins if d in self._entries]
             space = bytearray([FREE]) * self.num_extents
             for entry in pinned:
-                mark(space, entry.spans, TAKEN)
+                _mark(space, entry.spans, TAKEN)
             self._beside_pins = space, len(pinned)
         space, num_pinned = self._beside_pins
         return num_pinned < self.num_slots and fit(bytearray(space), runs) is not None
@@ -435,7 +438,7 @@ class AdapterArena:
         entry = self._entries.pop(digest)
         self.num_ready -= entry.ready
         self._changes += entry.ready
-        mark(self._map, entry.spans, FREE)
+        _mark(self._map, entry.spans, FREE)
         self._free_slots.append(entry.placement.adapter_slot)
         if digest in self._pins:
             self._beside_pins = None
@@ -480,5 +483,5 @@ class AdapterArena:
             return None
         space = bytearray(self._map)
         for entry in gone:
-            mark(space, entry.spans, FREE)
+            _mark(space, entry.spans, FREE)
         return fit(space, runs)

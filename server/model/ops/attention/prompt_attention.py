@@ -36,6 +36,7 @@ from loraplex.server.model.spec.model_spec import AttentionSpec, ModelSpec
 
 
 def cache_pages(cache: KVCache, layer: int) -> CachePages:
+    """The cache's pages of one layer, as the kernels take them."""
     pages, parts = cache.of(layer), cache.parts(layer)
     if not cache.is_rounded:
         return CachePages(*pages, parts=parts)

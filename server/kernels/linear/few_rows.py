@@ -161,7 +161,7 @@ def _sum_shares(shares: tl.tuple, acc: tl.tensor, n: tl.tensor, end: tl.tensor) 
 
 
 # Rows of a program at most: with more, sums take registers that loads need.
-_MOST_ROWS = 128
+_ROWS_OF_PROGRAM = 128
 # Input features that tensor cores sum before float32 does.
 _SUMMED = 256
 
@@ -185,7 +185,7 @@ def rounded_product(
     whole = x.numbers.dtype == INT8
     native = whole or matrix.form().native
     kind = INT8 if whole else FP8 if native else torch.uint8
-    block_m = min(_MOST_ROWS, max(16, int(triton.next_power_of_2(rows))))
+    block_m = min(_ROWS_OF_PROGRAM, max(16, int(triton.next_power_of_2(rows))))
     block_k = min(config.block_k, matrix.group or config.block_k)
     row_blocks = triton.cdiv(rows, block_m)
     # Programs that share input features meet at the matrix's counts, of which rows have one set.

@@ -505,24 +505,25 @@ def _four_times(
     )
 
 
-_KEYS = {
+_DBRX_KEYS = {
     "hidden_size": "d_model",
     "num_hidden_layers": "n_layers",
     "num_attention_heads": "n_heads",
     "max_position_embeddings": "max_seq_len",
 }
-_ATTENTION, _EXPERTS = "norm_attn_norm.attn", "ffn.experts.mlp"
-_NAMES = experts.ExpertNames("ffn.router.layer", _EXPERTS, gate="w1", up="v1", down="w2")
-_NORMS = "norm_attn_norm.norm_1", "norm_attn_norm.norm_2"
-_ROWS = ExpertStorage(_EXPERTS, "rows")
-_TRANSPOSED = ExpertStorage(_EXPERTS, "rows", transposed=True)
+_DBRX_ATTENTION, _DBRX_EXPERTS = "norm_attn_norm.attn", "ffn.experts.mlp"
+_DBRX_NAMES = experts.ExpertNames("ffn.router.layer", _DBRX_EXPERTS, gate="w1", up="v1", down="w2")
+_DBRX_NORMS = "norm_attn_norm.norm_1", "norm_attn_norm.norm_2"
+_DBRX_ROWS = ExpertStorage(_DBRX_EXPERTS, "rows")
+_DBRX_TRANSPOSED = ExpertStorage(_DBRX_EXPERTS, "rows", transposed=True)
 
 
 def read_dbrx(fields: Fields) -> ModelSpec:
+    """DBRX: experts in every layer, whose matrices are a tensor for each product of all."""
     fields.only("tie_word_embeddings", False)
     said = fields.table(fields.config, "attn_config")
     feed = fields.table(fields.config, "ffn_config")
-    fields = of_own_names(fields, _KEYS)
+    fields = of_own_names(fields, _DBRX_KEYS)
     fields = fields.changed(
         intermediate_size=feed.get("ffn_hidden_size", 3584),
         num_experts=feed.get("moe_num_experts", 4),
@@ -536,9 +537,9 @@ def read_dbrx(fields: Fields) -> ModelSpec:
     rope, max_context = read_rope(fields, sizes)
     of = family.attention(sizes, rope)
     clip = 0.0 if said.get("clip_qkv") is None else fields.number(said, "clip_qkv", None)
-    qkv = family.fused(of.qkv, f"{_ATTENTION}.Wqkv")
-    of = replace(of, qkv=qkv, o=family.with_paths(of.o, f"{_ATTENTION}.out_proj"), clip=clip)
-    norms = family.layer_norms(sizes, _NORMS, bias=False)
+    qkv = family.fused(of.qkv, f"{_DBRX_ATTENTION}.Wqkv")
+    of = replace(of, qkv=qkv, o=family.with_paths(of.o, f"{_DBRX_ATTENTION}.out_proj"), clip=clip)
+    norms = family.layer_norms(sizes, _DBRX_NORMS, bias=False)
     layer = family.layer(sizes, of, _read_experts(fields, feed, sizes), norms)
     return family.model(fields, sizes, layer, max_context, stored_names=MPT_TENSORS)
 
@@ -559,11 +560,11 @@ def _read_experts(fields: Fields, feed: Mapping[str, Any], sizes: family.ModelSi
         fields.refuse(f"ffn_config: moe_normalize_expert_weights must be 1, got {power!r}")
     rule: RouterRule = "softmax_top_k" if power is None else "softmax_top_k_normed"
     counts = experts.read_counts(fields, default=4, default_of_token=1)
-    moe = experts.moe(sizes.hidden, sizes.inner, counts, _NAMES, rule)
-    gate, up = (Part(f"{_EXPERTS}.{name}", sizes.inner) for name in ("w1", "v1"))
-    down = Part(f"{_EXPERTS}.w2", sizes.hidden)
+    moe = experts.moe(sizes.hidden, sizes.inner, counts, _DBRX_NAMES, rule)
+    gate, up = (Part(f"{_DBRX_EXPERTS}.{name}", sizes.inner) for name in ("w1", "v1"))
+    down = Part(f"{_DBRX_EXPERTS}.w2", sizes.hidden)
     return replace(
         moe,
-        gate_up=replace(moe.gate_up, parts=(gate, up), stored=_ROWS),
-        down=replace(moe.down, parts=(down,), stored=_TRANSPOSED),
+        gate_up=replace(moe.gate_up, parts=(gate, up), stored=_DBRX_ROWS),
+        down=replace(moe.down, parts=(down,), stored=_DBRX_TRANSPOSED),
     )

@@ -67,7 +67,8 @@ _UNIFIED: dict[str, Any] = {
     "mm_posemb_size": 1120,
     "output_proj_dims": 3840,
 }
-_LAYER_NORM = 1e-5
+# torch's own, of a LayerNorm.
+_EPSILON = 1e-5
 # A checkpoint has other names than the model's modules.
 _PROJECTION = "multimodal_embedder.embedding_projection"
 _UNIFIED_TENSORS = (
@@ -162,7 +163,7 @@ def read_unified(config: Mapping[str, Any], text: ModelSpec, fields: Fields) -> 
         COLOURS * (fields.positive("patch_size") * fields.positive("pooling_kernel_size")) ** 2
     )
     before, behind, last = (
-        NormSpec(f"embed_vision.{name}", size, _LAYER_NORM, kind="layer", bias=True)
+        NormSpec(f"embed_vision.{name}", size, _EPSILON, kind="layer", bias=True)
         for name, size in (("patch_ln1", columns), ("patch_ln2", hidden), ("pos_norm", hidden))
     )
     embedding = PatchSpec(
@@ -250,8 +251,6 @@ _IDEFICS3: dict[str, Any] = {
     "num_attention_heads": 16,
     "patch_size": 32,
 }
-# torch's own, of a LayerNorm.
-_EPSILON = 1e-5
 _PROJECTOR = "multi_modal_projector"
 
 

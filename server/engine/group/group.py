@@ -2,7 +2,6 @@
 and the followers, which do what the leader does."""
 
 import logging
-import queue
 import socket
 import threading
 from collections import defaultdict, deque
@@ -122,7 +121,7 @@ class GroupExecutor(Generic[T]):
         self.limits, self.summary = executor.limits, executor.summary
         self.memory, self.stored_pages = executor.memory, executor.stored_pages
         self.stored_snapshots = executor.stored_snapshots
-        self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self._answers: SimpleQueue[Answer] = SimpleQueue()
         # Copies that are over in some processes, by digest: the error of each. A slot may have
         # another adapter by then; an adapter is not copied again before its copy is over.
         self._over: defaultdict[str, list[str | None]] = defaultdict(list)
@@ -215,7 +214,7 @@ class GroupExecutor(Generic[T]):
 
     def _read_answers(self) -> None:
         """Note the other processes' answers."""
-        with suppress(queue.Empty):
+        with suppress(Empty):
             while True:
                 answer = self._answers.get_nowait()
                 if isinstance(answer, CopySums):

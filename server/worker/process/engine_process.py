@@ -2,7 +2,6 @@
 processes of an engine live and die together."""
 
 import asyncio
-import contextlib
 import os
 import shutil
 import signal
@@ -10,7 +9,7 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -110,7 +109,7 @@ class EngineProcess:
         """Ask it to leave, and kill it when it has not after grace_s. It is gone on return."""
         if not self._exited.is_set() and grace_s > 0:
             self.send(Shutdown())
-            with contextlib.suppress(TimeoutError):
+            with suppress(TimeoutError):
                 await asyncio.wait_for(self._exited.wait(), grace_s)
         self.kill()
         await self._exited.wait()
@@ -137,7 +136,7 @@ async def spawn_engine(
     Raises OSError, and leaves nothing behind then.
     """
     ours, theirs = socket.socketpair()
-    with contextlib.ExitStack() as undo:
+    with ExitStack() as undo:
         undo.callback(ours.close)
         process = spawn_process(executor, config, arena_fd, theirs, place)
         undo.callback(process.kill)

@@ -249,11 +249,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         waits = bool(self.flow.unread)
         self.flow.unread += data
         if not waits:
-            self._take_turn()
+            self._go_on()
 
-    def _take_turn(self) -> None:
-        """Takes a turn of the latest request's caller. New connections share a line."""
-        self._turns.begin(self.scope and caller_of(self.scope), self._parse)
+    def _go_on(self) -> None:
+        """Takes a turn of the latest request's caller to parse what is unread, unless a request
+        waits for the answer to an earlier one. New connections share a line."""
+        if self.flow.unread and not self.pipeline:
+            self._turns.begin(self.scope and caller_of(self.scope), self._parse)
         self.flow.settle()
 
     def _parse(self) -> None:
@@ -265,10 +267,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             del unread[:size]
             room -= len(piece)
             self._feed(piece)
-        if not unread:
-            self.flow.settle()
-        elif not self.pipeline:
-            self._take_turn()
+        self._go_on()
 
     def _feed(self, data: bytes) -> None:
         if self._refused or self.transport.is_closing():
@@ -364,8 +363,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         waited = bool(self.pipeline)
         super().on_response_complete()
-        if waited and not self.pipeline and self.flow.unread:
-            self._take_turn()
+        if waited:
+            self._go_on()
         if self._stopping:
             self._end_soon()
 

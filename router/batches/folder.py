@@ -1,4 +1,5 @@
-"""Batches below `--files-dir`. Routers may share it. Every method may wait for the disk.
+"""Batches below `--files-dir`, and what routers that share it say of them: who runs which, and who
+has live work. Every method of `BatchFolder` may wait for the disk.
 
 open/<id>                                whose batch it is; there as long as it is not over
 tenants/<tenant>/batches/<id>.json       its state, written by the router that runs it
@@ -26,6 +27,11 @@ MAX_KEPT = 1000
 _NOTE, _CANCEL, _LOCK = ".json", ".cancel", ".lock"
 _ENDINGS = (_NOTE, _CANCEL, _LOCK, ".out.jsonl", ".errors.jsonl")
 _MADE_S = 60.0
+# Leases of the router that runs a batch, and of its note to others.
+_CLAIMED_S, _NOTED_S = 10.0, 5.0
+# A router that could not renew for so long runs nothing: another may take over soon after.
+_LOST_S = 6.0
+_GROUP = "batch-routers"
 _read_state = msgspec.json.Decoder(BatchState).decode
 
 
@@ -136,11 +142,6 @@ class BatchFolder:
         return self._folder(tenant) / f"{batch_id}{ending}"
 
 
-LEASE_S = 10.0
-# A router that could not renew for so long runs nothing: another may take over soon after.
-_LOST_S = 6.0
-
-
 class Claims:
     """Claims of this router on batches, so that no other router runs them: a lease in what routers
     share, a lock in the folder. The lease decides between machines, the lock between processes that
@@ -186,12 +187,12 @@ class Claims:
     async def _lease(self, batch_id: str) -> bool:
         """Whether it is this router's now. Raises StoreDown."""
         name = _name(batch_id)
-        if await self._store.swap(name, self._me, self._me, LEASE_S):
+        if await self._store.swap(name, self._me, self._me, _CLAIMED_S):
             return True
-        return await self._store.add(name, self._me, LEASE_S) is None
+        return await self._store.add(name, self._me, _CLAIMED_S) is None
 
     async def _unlease(self, batch_id: str) -> None:
-        await self._store.swap(_name(batch_id), self._me, None, LEASE_S)
+        await self._store.swap(_name(batch_id), self._me, None, _CLAIMED_S)
 
 
 def _name(batch_id: str) -> str:
@@ -200,10 +201,6 @@ def _name(batch_id: str) -> str:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
-
-
-_LEASE_S = 5.0
-_GROUP = "batch-routers"
 
 
 class RouterNote(msgspec.Struct, frozen=True, array_like=True):
@@ -241,7 +238,7 @@ class FleetView:
         if not self._is_shared:
             return
         with contextlib.suppress(StoreDown):
-            await self._store.lease(_GROUP, self._router_id, _encode(note), _LEASE_S)
+            await self._store.lease(_GROUP, self._router_id, _encode(note), _NOTED_S)
             notes = await self._store.leased(_GROUP)
             self._others = [
                 _decode(value) for router, value in notes.items() if router != self._router_id

@@ -368,6 +368,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._stopping:
             self._end_soon()
 
+    def timeout_keep_alive_handler(self) -> None:
+        if not self.flow.unread:  # else it waits for its turn
+            super().timeout_keep_alive_handler()
+
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._begun = cycle
         is_old = cycle.scope["http_version"] == "1.0"

@@ -66,6 +66,21 @@ async def test_requests_of_many_connections(
     assert max(watch.heads.values()) <= MOST_IN_AN_ITERATION
 
 
+async def test_a_late_turn_is_no_idle_time(
+    router: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests that have come are answered, though the time of an idle connection is over."""
+    complete = BoundedHttpProtocol.on_response_complete
+
+    def on_response_complete(protocol: BoundedHttpProtocol) -> None:
+        complete(protocol)
+        if protocol.flow.unread:
+            protocol.timeout_keep_alive_handler()
+
+    monkeypatch.setattr(BoundedHttpProtocol, "on_response_complete", on_response_complete)
+    await ask(router, HEAD * 100, 100)
+
+
 async def test_a_body_between_requests_is_whole(router: Running) -> None:
     """It is parsed in larger pieces, up to its end."""
     body = b'{"inputs": "%s"}' % (b"x" * 300_000)

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from loraplex.router.api.lorax.generated import Timings, count_headers, head_headers
-from loraplex.router.api.request.formatter import Formatter
+from loraplex.router.api.request.formatter import ApiRequest, Formatter
 from loraplex.router.api.sglang.generate import joined
 from loraplex.router.call import (
     DIGEST_HEADER,
@@ -28,7 +28,8 @@ from loraplex.router.call import (
     PromptInfo,
     RequestError,
 )
-from loraplex.router.generation.dispatcher import ArrivedRequest, Dispatcher, Parse
+from loraplex.router.generation.body_reader import ParseBody
+from loraplex.router.generation.dispatcher import ArrivedRequest, Dispatcher
 from loraplex.router.generation.generation import Generation, Part
 from loraplex.router.http.body import BodyLimits, read_json_body
 from loraplex.router.http.sse import EventStream, LongAnswer, until_disconnect
@@ -62,7 +63,7 @@ class Answerer:
     errors: CallerErrors
 
     async def answer(
-        self, request: Request, parse: Parse, parts_of: PartsOf | None = None
+        self, request: Request, parse: ParseBody[ApiRequest], parts_of: PartsOf | None = None
     ) -> Response:
         """Answers for text or vectors. parts_of: bodies that are answered each by itself, and as
         one list; none = the body is one. Raises RequestError before the first byte; ClientGone."""

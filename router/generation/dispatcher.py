@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from loraplex.adapters.errors import AdapterError
-from loraplex.router.api.request.formatter import ApiLimits, ApiRequest
+from loraplex.router.api.request.formatter import ApiRequest
 from loraplex.router.api.request.pictures import check_given, without_pictures
 from loraplex.router.call import (
     DIGEST_HEADER,
@@ -28,7 +28,7 @@ from loraplex.router.call import (
 )
 from loraplex.router.config import RouterConfig
 from loraplex.router.failures import Aborted, RequestQuarantined, Stopping, as_request_errors
-from loraplex.router.generation.body_reader import BodyReader, Read, Unread
+from loraplex.router.generation.body_reader import BodyReader, ParseBody, Read, Unread
 from loraplex.router.generation.generation import Generation
 from loraplex.router.generation.prompts import Prompt
 from loraplex.router.generation.sequence import (
@@ -56,9 +56,6 @@ from loraplex.router.text.stops import BYTES_A_CHARACTER
 from loraplex.router.workers.bases import BaseModel, Bases
 from loraplex.router.workers.fleet import Fleet
 
-# `parse` of an API's module: body, limits, the value of `Authorization: Bearer …`.
-Parse = Callable[[bytes, ApiLimits, str | None], ApiRequest]
-
 
 class ArrivedRequest(msgspec.Struct, frozen=True):
     """A request whose body is here. parse: of its API. bearer: for sources of adapters; None =
@@ -69,7 +66,7 @@ class ArrivedRequest(msgspec.Struct, frozen=True):
     request_id: str
     caller: Caller
     body: bytes
-    parse: Parse
+    parse: ParseBody[ApiRequest]
     bearer: str | None = None
     session: str = ""
 

@@ -25,7 +25,7 @@ from loraplex.router.api.vectors import cohere, embed, fits, pooled
 from loraplex.router.api.vllm import tokens
 from loraplex.router.call import RequestError
 from loraplex.router.generation.answerer import PartsOf
-from loraplex.router.generation.dispatcher import Parse
+from loraplex.router.generation.body_reader import ParseBody
 from loraplex.router.http.body import read_json_body
 from loraplex.router.http.sse import takes_events
 from loraplex.router.operations.compat_metrics import kv_usage, waiting
@@ -85,7 +85,7 @@ class GenerateRoutes:
 
         return await self._plain(parse, _dialect_of_invocation)(request)
 
-    def _fixed(self, parse: Parse) -> Endpoint:
+    def _fixed(self, parse: ParseBody[ApiRequest]) -> Endpoint:
         async def endpoint(request: Request) -> Response:
             return await self._answer(request, parse)
 
@@ -122,12 +122,15 @@ class GenerateRoutes:
 
         return answer
 
-    async def _answer(self, request: Request, parse: Parse) -> Response:
+    async def _answer(self, request: Request, parse: ParseBody[ApiRequest]) -> Response:
         return await answered(self._service, request, parse)
 
 
 async def answered(
-    service: Service, request: Request, parse: Parse, parts_of: PartsOf | None = None
+    service: Service,
+    request: Request,
+    parse: ParseBody[ApiRequest],
+    parts_of: PartsOf | None = None,
 ) -> Response:
     """Answers once for each idempotency key."""
 

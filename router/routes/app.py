@@ -38,6 +38,10 @@ from loraplex.router.telemetry.caller_errors import CallerErrors
 from loraplex.router.telemetry.metrics import GENERATION_PATHS
 from loraplex.router.telemetry.request_log import RequestLog
 
+# A few milliseconds of an event loop's iteration.
+_BEGIN_AT_ONCE = 16
+_CAUSES: dict[int, Cause] = {404: "route_not_found", 405: "method_not_allowed"}
+
 
 class FeedbackRoute:
     """Callers need a key where generations need one."""
@@ -53,11 +57,6 @@ class FeedbackRoute:
         said = parse_feedback(await read_json_body(request, self._body_limits))
         counted = await self._feedback.take(caller, said.request_id, said.score)
         return json_response(feedback_object(said.request_id, counted))
-
-
-# A few milliseconds of an event loop's iteration.
-_BEGIN_AT_ONCE = 16
-_CAUSES: dict[int, Cause] = {404: "route_not_found", 405: "method_not_allowed"}
 
 
 def build_app(service: Service) -> ASGIApp:

@@ -1,4 +1,5 @@
-"""A caller's key: its tenant, the names that its patterns open, and its end. Pure.
+"""A caller's key: its tenant, the names that its patterns open, and its end; and the operator's
+file of keys. Pure.
 
 Only the SHA-256 of a key is kept. That is enough for what has the entropy of a key (32 random
 bytes), where a slow hash for passwords would only slow every request.

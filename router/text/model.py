@@ -1,4 +1,5 @@
-"""A model's tokenizer and chat templates, from its card: text to ids, ids to text.
+"""A model's tokenizer and chat templates, from its card: text to ids, ids to text;
+and the models of adapters that add tokens.
 
 Thread-safe: encoding lets go of the interpreter, so long prompts belong in a thread.
 """

@@ -1,7 +1,7 @@
 """The workers of this router, the connections to them, and the queue in front of them: who gets the
 next credit.
 
-Carries out what `policy` decides; what is generated is `dispatch`'s business.
+Carries out what `policy` decides; what is generated is the business of `generation`.
 """
 
 import asyncio

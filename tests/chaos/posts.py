@@ -12,10 +12,14 @@ import httptools
 import httpx
 
 from loraplex.launcher.bench.load.serve import EventReader, request_bytes
+from loraplex.router.http.protocol import LINGER_S
+
+# A router that stops gives a connection as long to send its first request.
+PUNCTUAL_S = LINGER_S / 2
 
 
 class Refused(OSError):
-    """Nobody listens there."""
+    """Nobody listens there, or nobody did any more when this process came to send."""
 
 
 class Broken(OSError):
@@ -26,6 +30,8 @@ class Posted(asyncio.Protocol):
     """One POST and its answer. status, headers: once `head` has returned; names in lower case."""
 
     def __init__(self, request: bytes) -> None:
+        self._begun = time.monotonic()
+        self._waited_s = self._lived_s = 0.0  # until it was sent, and from then until the end
         self.status = 0
         self.headers: dict[str, str] = {}
         self._request = request
@@ -39,6 +45,7 @@ class Posted(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self._waited_s = time.monotonic() - self._begun
         self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
@@ -50,6 +57,7 @@ class Posted(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_lost = True
+        self._lived_s = time.monotonic() - self._begun - self._waited_s
         self._news.set()
 
     # Of the parser
@@ -90,9 +98,12 @@ class Posted(asyncio.Protocol):
             await self._wait()
 
     async def _wait(self) -> None:
-        """Raises Broken."""
+        """Raises Broken; Refused where nothing came, and this process was late to send."""
         if self._is_lost and not self._is_whole:
-            raise Broken("the connection ended before the answer did")
+            if self._waited_s > PUNCTUAL_S and not self._has_head:
+                raise Refused(f"sent {self._waited_s:.2f} s after connecting")
+            told = f"{self._lived_s:.2f} s after {self._waited_s:.2f} s"
+            raise Broken(f"the connection ended before the answer did ({told})")
         await self._news.wait()
         self._news.clear()
 

@@ -13,7 +13,8 @@ encode = msgspec.json.Encoder().encode
 
 # OpenAI's stand-in for "very unlikely": JSON has no infinity.
 LEAST_LOGPROB = -9999.0
-# Line ends of Unicode: legal in JSON and no line ends of SSE, yet several clients split at them.
+# Line ends of Unicode: legal in JSON, and no line ends of SSE or JSON Lines. Several clients split
+# at them.
 _LINE_ENDS = (
     (b"\xc2\x85", b"\\u0085"),
     (b"\xe2\x80\xa8", b"\\u2028"),
@@ -23,11 +24,15 @@ _LINE_ENDS = (
 
 def sse(payload: Any) -> bytes:
     """Writes one server-sent event with a JSON payload."""
-    data = encode(payload)
+    return b"data: " + in_one_line(encode(payload)) + b"\n\n"
+
+
+def in_one_line(data: bytes) -> bytes:
+    """Escapes what some clients take for the end of a line. data: JSON."""
     if not data.isascii():
         for raw, escaped in _LINE_ENDS:
             data = data.replace(raw, escaped)
-    return b"data: " + data + b"\n\n"
+    return data
 
 
 def named_sse(name: str, payload: Any) -> bytes:

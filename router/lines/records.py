@@ -9,6 +9,8 @@ from hashlib import blake2b
 
 import msgspec
 
+from loraplex.router.api.wire import in_one_line
+
 _ID_BEGIN = "batch_req_"
 _ID = re.compile(rf"{_ID_BEGIN}([1-9][0-9]{{0,17}})_([0-9a-f]{{16}})")
 # Every record begins like this.
@@ -96,7 +98,7 @@ def answered_line(record: bytes) -> tuple[int, int] | None:
 
 def encode(record: BatchRecord) -> bytes:
     """Writes a record as one line, with its end."""
-    return msgspec.json.encode(record) + b"\n"
+    return in_one_line(msgspec.json.encode(record)) + b"\n"
 
 
 def response_of(status: int, request_id: str | None, content: bytes) -> Outcome:

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from loraplex.router.lines.records import (
@@ -57,6 +57,7 @@ def test_a_success_that_is_no_json_is_none(content: bytes) -> None:
 
 
 @given(st.integers(1, 10**17), st.binary(), st.text() | st.none(), st.binary())
+@example(1, b"", "a\u2028b\u2029c\x85d\x1ce", '"\u2028 \x85"'.encode())
 def test_a_record_is_one_line_that_says_what_it_answers(
     number: int, line: bytes, custom_id: str | None, content: bytes
 ) -> None:
@@ -64,7 +65,7 @@ def test_a_record_is_one_line_that_says_what_it_answers(
         name = record_id(number, mark_of(line))
         text = encode(record_of(name, custom_id, response_of(status, None, content)))
         assert text.startswith(RECORD_BEGIN)
-        assert text.count(b"\n") == 1
+        assert text.count(b"\n") == len(text.decode().splitlines()) == 1
         assert answered_line(text) == (number, mark_of(line))
 
 

@@ -22,6 +22,68 @@ Sharding = Literal["column", "row", "none"]
 # Features of each shard are a multiple of this where they do not divide.
 _ROUNDED = 8
 
+Role = Literal[
+    "qkv",
+    "o",
+    "wide_qkv",
+    "wide_o",
+    "q",
+    "wide_q",
+    "wide_gate_up",
+    "wide_down",
+    "layer_gate",
+    "layer_out",
+    "q_a",
+    "q_b",
+    "kv_a",
+    "kv_b",
+    "distances",
+    "gate_up",
+    "down",
+    "up",
+    "in",
+    "gates",
+    "out",
+    "shared_gate_up",
+    "shared_down",
+    "shared_out_gate",
+    "router",
+    "experts_gate_up",
+    "experts_down",
+    "latent_in",
+    "latent_out",
+    "embed_tokens",
+    "project_in",
+    "project_out",
+    "per_layer_model_projection",
+    "lm_head",
+    "merger",
+]
+
+# Of products that choose experts, or weigh what comes out.
+CHOOSERS: tuple[Role, ...] = ("router", "shared_out_gate")
+# A *site* is one fused matrix product of the base; its projections share the input. These are of a
+# layer of Llama and of models after it.
+LAYER_SITES: dict[Role, tuple[str, ...]] = {
+    "qkv": ("q_proj", "k_proj", "v_proj"),
+    "o": ("o_proj",),
+    "gate_up": ("gate_proj", "up_proj"),
+    "down": ("down_proj",),
+}
+# Sites outside the layers, before and behind them, with a table each. Every site outside has one
+# module, of the same name.
+MODEL_SITES: tuple[Role, ...] = ("embed_tokens", "lm_head")
+# Outside, beside a further table of the base's tokens.
+LAYER_INPUTS: Role = "per_layer_model_projection"
+# Stands for an expert's number in the path of a module that each expert of a layer has.
+ANY_EXPERT = "{}"
+_BESIDE_MLPS = "self_attn.gate_proj"  # whose name an MLP has, too
+_NAMING_PARENTS = ("shared_expert", "shared_experts", "attn", "intermediate", "output")
+# Beside `output.dense` of the same layer, in BERT and its kin.
+_OF_ATTENTION = "attention.output.dense"
+# Ids behind the base's tables that an adapter may have.
+MAX_NEW_IDS = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class Shard:
@@ -120,69 +182,6 @@ def pieces(spans: Sequence[Span], shard: Shard, groups: Groups = UNGROUPED) -> t
 def total_width(spans: Sequence[Span], count: int) -> int:
     """Features of each shard."""
     return sum(span.width(count) for span in spans)
-
-
-Role = Literal[
-    "qkv",
-    "o",
-    "wide_qkv",
-    "wide_o",
-    "q",
-    "wide_q",
-    "wide_gate_up",
-    "wide_down",
-    "layer_gate",
-    "layer_out",
-    "q_a",
-    "q_b",
-    "kv_a",
-    "kv_b",
-    "distances",
-    "gate_up",
-    "down",
-    "up",
-    "in",
-    "gates",
-    "out",
-    "shared_gate_up",
-    "shared_down",
-    "shared_out_gate",
-    "router",
-    "experts_gate_up",
-    "experts_down",
-    "latent_in",
-    "latent_out",
-    "embed_tokens",
-    "project_in",
-    "project_out",
-    "per_layer_model_projection",
-    "lm_head",
-    "merger",
-]
-
-# Of products that choose experts, or weigh what comes out.
-CHOOSERS: tuple[Role, ...] = ("router", "shared_out_gate")
-# A *site* is one fused matrix product of the base; its projections share the input. These are of a
-# layer of Llama and of models after it.
-LAYER_SITES: dict[Role, tuple[str, ...]] = {
-    "qkv": ("q_proj", "k_proj", "v_proj"),
-    "o": ("o_proj",),
-    "gate_up": ("gate_proj", "up_proj"),
-    "down": ("down_proj",),
-}
-# Sites outside the layers, before and behind them, with a table each. Every site outside has one
-# module, of the same name.
-MODEL_SITES: tuple[Role, ...] = ("embed_tokens", "lm_head")
-# Outside, beside a further table of the base's tokens.
-LAYER_INPUTS: Role = "per_layer_model_projection"
-# Stands for an expert's number in the path of a module that each expert of a layer has.
-ANY_EXPERT = "{}"
-_BESIDE_MLPS = "self_attn.gate_proj"  # whose name an MLP has, too
-_NAMING_PARENTS = ("shared_expert", "shared_experts", "attn", "intermediate", "output")
-# Beside `output.dense` of the same layer, in BERT and its kin.
-_OF_ATTENTION = "attention.output.dense"
-# Ids behind the base's tables that an adapter may have.
-MAX_NEW_IDS = 4096
 
 
 class ModuleShape(msgspec.Struct, frozen=True):

@@ -20,6 +20,9 @@ AdapterErrorCode = Literal[
     "unavailable",  # the source, the disk or the worker cannot serve it now; a retry may help
 ]
 
+MAX_VIOLATIONS = 64
+_MAX_SHOWN_CHARS = 160
+
 
 class Violation(msgspec.Struct, frozen=True):
     """One reason why an adapter is refused.
@@ -67,10 +70,6 @@ class AdapterChanged(AdapterError):
     """The content at a source has changed. `unavailable` because the source no longer holds what
     was pinned: resolve it again.
     """
-
-
-MAX_VIOLATIONS = 64
-_MAX_SHOWN_CHARS = 160
 
 
 def shown(value: object) -> str:

@@ -140,6 +140,14 @@ there is no such field or route :: --enable-sleep-mode --enable-prompt-embeds --
   --return-* --enable-force-include-usage --default-mm-loras
 """
 
+_COUNTED = ("--max-context", "--max-running", "--max-step-tokens", "--kv-memory")
+# To ours; "" = nothing is to be said, as a checkpoint's config says it.
+_RENAMED = {
+    "half": "float16", "float": "float32", "fp8_e4m3": "fp8",
+    "int8_per_token_head": "int8", "bitsandbytes": "nf4", "awq": "",
+    "awq_marlin": "", "gptq": "", "gptq_marlin": "", "compressed-tensors": "", "modelopt": "",
+}  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class OtherOption:
@@ -178,15 +186,6 @@ def find(flag: str) -> tuple[OtherOption, Arity] | None:
     stems = (known for known in FLAGS if known[-1] == "*" and flag.startswith(known[:-1]))
     known = flag if flag in FLAGS else next(stems, None)
     return None if known is None else (FLAGS[known], FLAGS[known].arities[known])
-
-
-_COUNTED = ("--max-context", "--max-running", "--max-step-tokens", "--kv-memory")
-# To ours; "" = nothing is to be said, as a checkpoint's config says it.
-_RENAMED = {
-    "half": "float16", "float": "float32", "fp8_e4m3": "fp8",
-    "int8_per_token_head": "int8", "bitsandbytes": "nf4", "awq": "",
-    "awq_marlin": "", "gptq": "", "gptq_marlin": "", "compressed-tensors": "", "modelopt": "",
-}  # fmt: skip
 
 
 @dataclass(slots=True)

@@ -42,6 +42,10 @@ _RESERVED = {
     "chat_template": "`chat_template`",
 }
 
+_QUESTION, _ANSWER, _REASONING = "Xqzasked", "Xqzsaid", "Xqzthought"
+_ASKED: Message = {"role": "user", "content": _QUESTION}
+_SAID: Message = {"role": "assistant", "content": _ANSWER}
+
 
 class TemplateFault(Exception):
     """A template that cannot be compiled, or that refuses or cannot render these messages.
@@ -285,11 +289,6 @@ def _as_object(arguments: str | dict[str, Any]) -> str | dict[str, Any]:
     except (StrictJsonError, UnicodeEncodeError):
         return arguments
     return found
-
-
-_QUESTION, _ANSWER, _REASONING = "Xqzasked", "Xqzsaid", "Xqzthought"
-_ASKED: Message = {"role": "user", "content": _QUESTION}
-_SAID: Message = {"role": "assistant", "content": _ANSWER}
 
 
 class Probe(NamedTuple):

@@ -137,25 +137,6 @@ INIT_RANDOM: tuple[object, ...] = (False, "orthogonal")
 
 UNUSED_VALUES: tuple[object, ...] = (None, False, 0, "", [], {})
 
-
-def way_out(peft_type: object) -> str:
-    """Advises what to do with an adapter whose `peft_type` is not LORA."""
-    if not isinstance(peft_type, str):
-        return "PEFT writes the method's name there"
-    if peft_type in CONVERTED:
-        return CONVERT
-    if peft_type in _SAVED_AS_LORA:
-        return "peft.save_as_lora makes LoRA of it"
-    if peft_type in _NO_WEIGHTS:
-        return "no LoRA is equal to it; train LoRA instead"
-    return "merge it into its base with PEFT (merge_and_unload) and serve that model"
-
-
-def takes_from_base(init: object) -> bool:
-    """Whether this `init_lora_weights` leaves the base with other weights than it had."""
-    return isinstance(init, str) and init.lower().startswith(_INITS_FROM_BASE)
-
-
 CONFIG_FILE = "adapter_config.json"
 MAX_CONFIG_BYTES = 1 << 20
 MAX_RANK = 1 << 16
@@ -182,6 +163,24 @@ _TEXTS = {"true": True, "false": False}
 _Number = TypeVar("_Number", int, float)
 # How names of norms end, in any model.
 _NORM = re.compile(r"(?:.*[._])?(?:\w*norm(?:_?[\df])?|\w*LayerNorm|ln_\w+)")
+
+
+def way_out(peft_type: object) -> str:
+    """Advises what to do with an adapter whose `peft_type` is not LORA."""
+    if not isinstance(peft_type, str):
+        return "PEFT writes the method's name there"
+    if peft_type in CONVERTED:
+        return CONVERT
+    if peft_type in _SAVED_AS_LORA:
+        return "peft.save_as_lora makes LoRA of it"
+    if peft_type in _NO_WEIGHTS:
+        return "no LoRA is equal to it; train LoRA instead"
+    return "merge it into its base with PEFT (merge_and_unload) and serve that model"
+
+
+def takes_from_base(init: object) -> bool:
+    """Whether this `init_lora_weights` leaves the base with other weights than it had."""
+    return isinstance(init, str) and init.lower().startswith(_INITS_FROM_BASE)
 
 
 class PeftConfig(msgspec.Struct, frozen=True, omit_defaults=True):

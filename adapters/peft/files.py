@@ -51,6 +51,17 @@ TOKENIZER_FILES: dict[str, int] = {
     "tokenizer_config.json": 8 << 20,
 }
 
+MAX_NAMED = 4
+_STEP = re.compile(r"checkpoint-(?P<step>[0-9]{1,12})")
+CLASSES_FILE = "config.json"
+MAX_CLASSES_BYTES = 1 << 20
+# The weights in mlx-lm's format, which is not read.
+MLX_FILE = "adapters.safetensors"
+# Largest accepted size of each file that may stand beside config and weights.
+SIDE_FILES: dict[str, int] = {**TOKENIZER_FILES, CLASSES_FILE: MAX_CLASSES_BYTES}
+_CONVERT = "`loraplex adapter convert FOLDER --out OUT` makes a safetensors adapter of it"
+_UNSAFE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+
 
 def listed_token(token_id: int, entry: object) -> OwnToken:
     """Reads an entry of `added_tokens_decoder`; a malformed one has no text."""
@@ -346,18 +357,6 @@ def _text(name: str, value: object) -> str | None:
 def _well_formed(text: str) -> str:
     """Replaces lone surrogates in a text: JSON can hold them, frames cannot."""
     return text.encode("utf-8", "replace").decode()
-
-
-MAX_NAMED = 4
-_STEP = re.compile(r"checkpoint-(?P<step>[0-9]{1,12})")
-CLASSES_FILE = "config.json"
-MAX_CLASSES_BYTES = 1 << 20
-# The weights in mlx-lm's format, which is not read.
-MLX_FILE = "adapters.safetensors"
-# Largest accepted size of each file that may stand beside config and weights.
-SIDE_FILES: dict[str, int] = {**TOKENIZER_FILES, CLASSES_FILE: MAX_CLASSES_BYTES}
-_CONVERT = "`loraplex adapter convert FOLDER --out OUT` makes a safetensors adapter of it"
-_UNSAFE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
 def is_unsafe(name: str) -> bool:

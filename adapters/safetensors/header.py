@@ -53,6 +53,17 @@ DTYPE_BYTES: dict[str, int] = {
 # Those that weights may have.
 FLOAT_DTYPES = frozenset({"F8_E4M3", "F8_E5M2", "F16", "BF16", "F32", "F64"})
 
+# transformers gives the index of an adapter the name that a model's has.
+INDEX_FILES = ("adapter_model.safetensors.index.json", "model.safetensors.index.json")
+MAX_INDEX_BYTES = 8 << 20
+MAX_SHARDS = 64
+_SHARD = re.compile(r"adapter_model-[0-9]{5}-of-[0-9]{5}\.safetensors")
+# The order in which safetensors writes tensors: by dtype, then by name.
+_DTYPES = (
+    *("U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16"),
+    *("F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"),
+)
+
 
 class TensorInfo(msgspec.Struct, frozen=True, gc=False):
     """One tensor. dtype: as safetensors spells it. start, end: bytes in the whole file."""
@@ -188,18 +199,6 @@ def _check_tiling(
     elif position < file_bytes:
         message = f"{file_bytes - position} bytes follow the last tensor"
         findings.add("trailing_bytes", file, message)
-
-
-# transformers gives the index of an adapter the name that a model's has.
-INDEX_FILES = ("adapter_model.safetensors.index.json", "model.safetensors.index.json")
-MAX_INDEX_BYTES = 8 << 20
-MAX_SHARDS = 64
-_SHARD = re.compile(r"adapter_model-[0-9]{5}-of-[0-9]{5}\.safetensors")
-# The order in which safetensors writes tensors: by dtype, then by name.
-_DTYPES = (
-    *("U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16"),
-    *("F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"),
-)
 
 
 def is_shard(name: str) -> bool:

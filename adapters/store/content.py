@@ -39,6 +39,9 @@ log = logging.getLogger(__name__)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _MANIFEST_FILE = "manifest.json"
 
+MAX_REFERENCES = 65_536
+_TRIM_EVERY = 1024
+
 
 class Contents:
     """Adapters' contents in a folder. Thread-safe, and so are several processes with one folder."""
@@ -163,10 +166,6 @@ def merged_member(manifest: AdapterManifest | None, digest: str) -> AdapterManif
         reason = Violation("unsupported_merge", digest, f"{digest} adds tokens to the base's")
         raise AdapterError("invalid", message, (reason,))
     return manifest
-
-
-MAX_REFERENCES = 65_536
-_TRIM_EVERY = 1024
 
 
 class Known(msgspec.Struct, frozen=True):

@@ -36,6 +36,19 @@ from loraplex.server.protocol import SamplingParams
 if TYPE_CHECKING:
     from loraplex.launcher.bench.engine.grid import Grid
 
+T = TypeVar("T")
+ABOUT = """\
+Measure. `serve` loads a running server. `decode` and `prefill` run the engine in this process on
+random weights, over a grid of batches and adapters.
+
+  loraplex bench serve --url http://127.0.0.1:8080 --adapter a --adapter b --rate 20
+  loraplex bench decode --config llama-3.1-8b --dummy-weights --batch 1,8,32 --adapters 0,1,8
+
+`python -m tools.bench` has the others, in a checkout.
+"""
+DTYPES = ("bfloat16", "float16", "float32")
+_STEP_TOKENS = 8192
+
 
 def print_points(points: Iterable[Any], as_json: bool) -> None:
     """Prints dataclasses, as JSON each as soon as it is there, else a table of all."""
@@ -62,20 +75,6 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.3f}"
     return "-" if value is None else str(value)
-
-
-T = TypeVar("T")
-ABOUT = """\
-Measure. `serve` loads a running server. `decode` and `prefill` run the engine in this process on
-random weights, over a grid of batches and adapters.
-
-  loraplex bench serve --url http://127.0.0.1:8080 --adapter a --adapter b --rate 20
-  loraplex bench decode --config llama-3.1-8b --dummy-weights --batch 1,8,32 --adapters 0,1,8
-
-`python -m tools.bench` has the others, in a checkout.
-"""
-DTYPES = ("bfloat16", "float16", "float32")
-_STEP_TOKENS = 8192
 
 
 def add_commands(actions: "argparse._SubParsersAction[Parser]") -> None:

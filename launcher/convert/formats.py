@@ -25,6 +25,50 @@ from loraplex.launcher.convert.plan import ConversionPlan, Form, Move, refusal
 PREFIX = "base_model.model."
 _LAYER = re.compile(r"model\.layers\.(?P<layer>0|[1-9]\d{0,5})\.(?P<rest>.+)")
 
+_PICKLE_FILE = "adapter_model.bin"
+# The first that is there holds the weights.
+ADAPTER_FILES = (WEIGHTS_FILE, MLX_FILE, _PICKLE_FILE)
+_LLAMA = "ggml-adapter"
+_MOST_NAMED = 8
+_CHECKPOINT = re.compile(r"\d+_adapters\.safetensors")
+# What trainers leave beside the weights.
+_STATE = re.compile(
+    r"(optimizer\w*|scheduler\w*|scaler|sampler\w*|rng_state\w*|random_states_\w+|training_args"
+    r"|trainer_state|\w*mp_rank_\w+|\w*optim_states)\.(pt|pth|bin|pkl|pickle)",
+    re.I,
+)
+_WHOLE_MODEL = re.compile(
+    r"(pytorch_model|model|consolidated)([.-]\d[\w.-]*)?\.(bin|pt|pth|safetensors)(\.index\.json)?"
+)
+_SHARD = re.compile(r"adapter_model.*-of-\d+\.\w+|adapter_model\.\w+\.index\.json")
+_MLX_TENSOR = re.compile(r".+\.lora_[ab]")
+_PEFT_TENSOR = re.compile(r".+\.lora_(?:[AB]\.(?:\w+\.)?weight|embedding_[AB](?:\.\w+)?)")
+_IMAGES = re.compile(
+    r"(?:lora_|unet\.|text_encoder|.*\.lora_(?:down|up)\."
+    r"|.*(?:transformer_|down_|up_|mid_|single_|double_)blocks?\..*lora).*"
+)
+# The first pattern that a tensor's name matches decides the file's format.
+_OTHERS = (
+    (re.compile(r".+\.lora_[ab]\.weight"), "torchtune's own format: save it there as PEFT's"),
+    (
+        re.compile(r".+\.lora_[AB]"),
+        "loralib's or litgpt's format: load it there, save it with PEFT",
+    ),
+    (re.compile(r".+\.(?:hada|lokr|oft)_.+"), "no LoRA but LoHa, LoKr or OFT"),
+    (re.compile(r".*(?:prompt_embeddings|ia3_l).*"), "no LoRA but another method of PEFT"),
+    (re.compile(r".+\.(?:weight|bias)"), "a whole model and no adapter"),
+)
+
+_SIDE = re.compile(r"(?P<path>.+)\.lora_(?P<side>[ab])")
+_EMBEDDING = "embed_tokens"
+_HEAD = "lm_head"
+_WITH_FACTORS = "falcon-h1"
+# Modules of Falcon-H1 that few others have, and what it has not.
+_OF_FACTORS = re.compile(r"\.mamba\.|\.feed_forward\.(gate|up|down)_proj\.")
+_NOT_OF_FACTORS = ".mlp."
+_MAX_NUMBER = 1e30
+_READ_BY_MLX = frozenset({"rank", "scale", "dropout", "keys"})
+
 
 def lora_config(base_name: str, ranks: Mapping[str, int], scale: float) -> dict[str, Any]:
     """`adapter_config.json`. ranks: of each module. scale: what B A x is multiplied with."""
@@ -73,41 +117,6 @@ def _targets(paths: Collection[str]) -> tuple[list[str], list[int] | None]:
     if is_whole and len(names) == len(rests):
         return names, layers
     return sorted(paths), None
-
-
-_PICKLE_FILE = "adapter_model.bin"
-# The first that is there holds the weights.
-ADAPTER_FILES = (WEIGHTS_FILE, MLX_FILE, _PICKLE_FILE)
-_LLAMA = "ggml-adapter"
-_MOST_NAMED = 8
-_CHECKPOINT = re.compile(r"\d+_adapters\.safetensors")
-# What trainers leave beside the weights.
-_STATE = re.compile(
-    r"(optimizer\w*|scheduler\w*|scaler|sampler\w*|rng_state\w*|random_states_\w+|training_args"
-    r"|trainer_state|\w*mp_rank_\w+|\w*optim_states)\.(pt|pth|bin|pkl|pickle)",
-    re.I,
-)
-_WHOLE_MODEL = re.compile(
-    r"(pytorch_model|model|consolidated)([.-]\d[\w.-]*)?\.(bin|pt|pth|safetensors)(\.index\.json)?"
-)
-_SHARD = re.compile(r"adapter_model.*-of-\d+\.\w+|adapter_model\.\w+\.index\.json")
-_MLX_TENSOR = re.compile(r".+\.lora_[ab]")
-_PEFT_TENSOR = re.compile(r".+\.lora_(?:[AB]\.(?:\w+\.)?weight|embedding_[AB](?:\.\w+)?)")
-_IMAGES = re.compile(
-    r"(?:lora_|unet\.|text_encoder|.*\.lora_(?:down|up)\."
-    r"|.*(?:transformer_|down_|up_|mid_|single_|double_)blocks?\..*lora).*"
-)
-# The first pattern that a tensor's name matches decides the file's format.
-_OTHERS = (
-    (re.compile(r".+\.lora_[ab]\.weight"), "torchtune's own format: save it there as PEFT's"),
-    (
-        re.compile(r".+\.lora_[AB]"),
-        "loralib's or litgpt's format: load it there, save it with PEFT",
-    ),
-    (re.compile(r".+\.(?:hada|lokr|oft)_.+"), "no LoRA but LoHa, LoKr or OFT"),
-    (re.compile(r".*(?:prompt_embeddings|ia3_l).*"), "no LoRA but another method of PEFT"),
-    (re.compile(r".+\.(?:weight|bias)"), "a whole model and no adapter"),
-)
 
 
 class Listing(msgspec.Struct, frozen=True):
@@ -222,17 +231,6 @@ def _named(names: Collection[str]) -> str:
     ordered = sorted(names)
     more = f" and {len(ordered) - _MOST_NAMED} more" if len(ordered) > _MOST_NAMED else ""
     return ", ".join(map(shown, ordered[:_MOST_NAMED])) + more
-
-
-_SIDE = re.compile(r"(?P<path>.+)\.lora_(?P<side>[ab])")
-_EMBEDDING = "embed_tokens"
-_HEAD = "lm_head"
-_WITH_FACTORS = "falcon-h1"
-# Modules of Falcon-H1 that few others have, and what it has not.
-_OF_FACTORS = re.compile(r"\.mamba\.|\.feed_forward\.(gate|up|down)_proj\.")
-_NOT_OF_FACTORS = ".mlp."
-_MAX_NUMBER = 1e30
-_READ_BY_MLX = frozenset({"rank", "scale", "dropout", "keys"})
 
 
 class MlxOptions(msgspec.Struct, frozen=True):

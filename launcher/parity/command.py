@@ -28,6 +28,18 @@ from loraplex.launcher.router_client import json_text, table
 _FIRST_BUCKET = 16
 _GROWTH = 4
 
+ABOUT = """\
+Compare the log-probabilities of a server with those of transformers and PEFT, token by token:
+of prompts, and of the server's greedy answers.
+
+  loraplex parity ./llama ./lora --prompts prompts.jsonl --peft-dtype float32 --bound 0.05
+  loraplex parity ./llama ./rank-8 ./rank-64 --prompts prompts.jsonl
+
+Prompts are lines of JSON with `prompt` or `messages`. The command starts a server, by the options
+of `loraplex serve`, then computes the same tokens by PEFT on the same device.
+Needs pip install 'loraplex[serve,convert]'.
+"""
+
 
 class Difference(msgspec.Struct, frozen=True):
     """One token's. position: from 0, the prompt's first. nats: the server's less the other's.
@@ -84,19 +96,6 @@ def as_text(found: Iterable[Spread]) -> str:
     rows = [["tokens at", "tokens", "mean", "max"]]
     rows += [[one.tokens_at, str(one.tokens), f"{one.mean:.2e}", f"{one.max:.2e}"] for one in found]
     return "\n".join(table(rows)) + "\n"
-
-
-ABOUT = """\
-Compare the log-probabilities of a server with those of transformers and PEFT, token by token:
-of prompts, and of the server's greedy answers.
-
-  loraplex parity ./llama ./lora --prompts prompts.jsonl --peft-dtype float32 --bound 0.05
-  loraplex parity ./llama ./rank-8 ./rank-64 --prompts prompts.jsonl
-
-Prompts are lines of JSON with `prompt` or `messages`. The command starts a server, by the options
-of `loraplex serve`, then computes the same tokens by PEFT on the same device.
-Needs pip install 'loraplex[serve,convert]'.
-"""
 
 
 def add_arguments(parser: Parser) -> None:

@@ -15,6 +15,10 @@ from loraplex.launcher.worker_groups import AskedGroups, WorkerGroups, undivided
 from loraplex.router.config import RouterConfig
 from loraplex.server.config import WorkerConfig
 
+LOOPBACK = "127.0.0.1"
+# An apostrophe would need escaping in a curl line.
+DEMO_EXAMPLE = next(text for text in EXAMPLES if "'" not in text)
+
 
 class LocalBase(NamedTuple):
     """A base model. groups: GPUs of its workers. worker: their config."""
@@ -71,11 +75,6 @@ def check_room(models: int, gpus: int, *, is_divided: bool) -> None:
             f"--also: {models} models need {models} GPUs, and this machine shows {gpus}; on one GPU"
             " --kv-memory, --adapter-memory and the like say what each model takes"
         )
-
-
-LOOPBACK = "127.0.0.1"
-# An apostrophe would need escaping in a curl line.
-DEMO_EXAMPLE = next(text for text in EXAMPLES if "'" not in text)
 
 
 @dataclass(frozen=True, slots=True)

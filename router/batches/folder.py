@@ -34,6 +34,8 @@ _LOST_S = 6.0
 _GROUP = "batch-routers"
 _read_state = msgspec.json.Decoder(BatchState).decode
 
+_encode = msgspec.msgpack.Encoder().encode
+
 
 class BatchFolder:
     """Keeps the batches of all tenants on disk. Raises OSError."""
@@ -210,7 +212,6 @@ class RouterNote(msgspec.Struct, frozen=True, array_like=True):
     live: bool
 
 
-_encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(RouterNote).decode
 
 

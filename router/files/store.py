@@ -47,6 +47,14 @@ _THREADS = ThreadPoolExecutor(8, "files")
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_NOBODY = "_"  # no tenant's name begins so
+_NOTE, _CONTENT, _PART = ".json", ".jsonl", ".part"
+# What a router that died has left behind.
+_LEFT_S = 86400.0
+# Some programs remove a file system's last space at their peril.
+_SPARE_BYTES = 64 << 20
+_read_note = msgspec.json.Decoder(FileObject).decode
+
 
 async def off_loop(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Runs `work` in a thread: a disk may be slow. Raises RequestError (unavailable) for one that
@@ -90,15 +98,6 @@ def names_in(folder: Path) -> list[str]:
         return os.listdir(folder)
     except FileNotFoundError:
         return []
-
-
-_NOBODY = "_"  # no tenant's name begins so
-_NOTE, _CONTENT, _PART = ".json", ".jsonl", ".part"
-# What a router that died has left behind.
-_LEFT_S = 86400.0
-# Some programs remove a file system's last space at their peril.
-_SPARE_BYTES = 64 << 20
-_read_note = msgspec.json.Decoder(FileObject).decode
 
 
 class FileStore:

@@ -56,6 +56,14 @@ from loraplex.router.text.stops import BYTES_A_CHARACTER
 from loraplex.router.workers.bases import BaseModel, Bases
 from loraplex.router.workers.fleet import Fleet
 
+# Of the requests that are answered at once: the part of one tenant, where callers have keys, and of
+# all batches together.
+MOST_OF_ONE = 3 / 4
+# Events of a whole answer for which its reader is woken.
+_GATHERED = 16
+
+T = TypeVar("T")
+
 
 class ArrivedRequest(msgspec.Struct, frozen=True):
     """A request whose body is here. parse: of its API. bearer: for sources of adapters; None =
@@ -121,15 +129,6 @@ class AdmittedRequest(msgspec.Struct, frozen=True):
 
     head: AnswerHead
     room: Promise
-
-
-# Of the requests that are answered at once: the part of one tenant, where callers have keys, and of
-# all batches together.
-MOST_OF_ONE = 3 / 4
-# Events of a whole answer for which its reader is woken.
-_GATHERED = 16
-
-T = TypeVar("T")
 
 
 class Started(NamedTuple):

@@ -50,6 +50,17 @@ _BEHIND = 1 / 4
 # The slot of a sequence, its event, and when that came.
 Arrival = tuple[int, TokenEvent, float]
 
+logger = logging.getLogger(__name__)
+
+# Ahead of all who have not begun: its client has waited already.
+_RESUME_PRIORITY = -(1 << 16)
+_BUSY_DELAY_S = 0.05
+_LONGEST_BUSY_DELAY_S = 1.0
+# Suspects of several routers wait for the same worker: they had better not begin in the same step.
+_APART_S = 0.5
+# Of a sequence that waits: a list's entry and a Python int.
+BYTES_A_TOKEN = 36
+
 
 def memory_of(event: TokenEvent) -> int:
     """Estimates an event's bytes, but for the prompt's logprobs, which come once, if asked for."""
@@ -140,18 +151,6 @@ class Inbox:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-
-
-logger = logging.getLogger(__name__)
-
-# Ahead of all who have not begun: its client has waited already.
-_RESUME_PRIORITY = -(1 << 16)
-_BUSY_DELAY_S = 0.05
-_LONGEST_BUSY_DELAY_S = 1.0
-# Suspects of several routers wait for the same worker: they had better not begin in the same step.
-_APART_S = 0.5
-# Of a sequence that waits: a list's entry and a Python int.
-BYTES_A_TOKEN = 36
 
 
 class Retries:

@@ -59,6 +59,8 @@ _COST_OF_FORM = 8
 # Grammars that are kept as they were composed: texts of up to 256 KiB.
 _MAX_COMPOSED = 256
 
+_SEED_BITS = 53  # what JSON numbers carry without loss everywhere
+
 
 class AnswerShapes:
     """Holds answers to the forms that are asked for. It works on the event loop. What was found out
@@ -203,9 +205,6 @@ def _spellings(words: tuple[str, ...], model: TextModel) -> tuple[tuple[int, ...
     """Lists token ids of each word, at the beginning of a text and after a space."""
     found = (tuple(model.encode(f"{space}{word}", False)) for word in words for space in ("", " "))
     return tuple(dict.fromkeys(ids for ids in found if ids))
-
-
-_SEED_BITS = 53  # what JSON numbers carry without loss everywhere
 
 
 def adapter_from(prompt_ids: Sequence[int], invocation: Sequence[int]) -> int | None:

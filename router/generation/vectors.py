@@ -30,6 +30,24 @@ T = TypeVar("T")
 # What sentence-transformers calls the prompts of the two texts of a pair.
 QUERY, DOCUMENT = "query", "document"
 
+# As torch divides by no less.
+_LEAST_LENGTH = 1e-12
+
+_AT: dict[Gift, str] = {
+    "text": "text at /v1/chat/completions",
+    "vectors": "vectors at /v1/embeddings",
+    "classes": "classes at /classify",
+    "fits": "scores of documents at /v1/rerank",
+}
+# What an adapter with a score head makes a model give.
+_OF_HEADS: tuple[Gift, ...] = ("classes", "fits")
+_NO: dict[Gift, str] = {
+    "text": "no text",
+    "vectors": "no vectors",
+    "classes": "no classes",
+    "fits": "no scores of documents",
+}
+
 
 async def vector_prompts(
     call: GenerationCall, vector: VectorCall, model: TextModel
@@ -193,10 +211,6 @@ class TextReader:
         return [*ids[:begin], *(kept if room else ()), *ids[end:]][: self.most]
 
 
-# As torch divides by no less.
-_LEAST_LENGTH = 1e-12
-
-
 class VectorStream:
     """Takes the events of one sequence that is read for a vector. finish: set once it is over."""
 
@@ -350,22 +364,6 @@ def _unit(vector: np.ndarray) -> np.ndarray:
 def _sigmoid(scores: np.ndarray) -> np.ndarray:
     found: np.ndarray = 0.5 * (1.0 + np.tanh(0.5 * scores))  # of any size
     return found
-
-
-_AT: dict[Gift, str] = {
-    "text": "text at /v1/chat/completions",
-    "vectors": "vectors at /v1/embeddings",
-    "classes": "classes at /classify",
-    "fits": "scores of documents at /v1/rerank",
-}
-# What an adapter with a score head makes a model give.
-_OF_HEADS: tuple[Gift, ...] = ("classes", "fits")
-_NO: dict[Gift, str] = {
-    "text": "no text",
-    "vectors": "no vectors",
-    "classes": "no classes",
-    "fits": "no scores of documents",
-}
 
 
 def check_early(call: GenerationCall, card: ModelCard) -> None:

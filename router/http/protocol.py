@@ -20,6 +20,12 @@ from loraplex.router.telemetry.metrics import RouterMetrics
 
 _OFFER = (b"upgrade", b"http2-settings")
 
+# Parsed in one turn at most, if no request is complete before.
+_TURN_BYTES = 64 << 10
+# Parsed at once: what may be many requests, and what may be a body's end and some. A body whose
+# length is known is parsed up to its end.
+_HEAD_PIECE_BYTES, _BODY_PIECE_BYTES = 1 << 10, 4 << 10
+
 
 class HeadReader(Protocol):
     """Gets httptools' callbacks. headers: names in lower case, of the message under way."""
@@ -126,13 +132,6 @@ _LEAST_READ_BYTES = 16 << 10
 LINGER_S = 1.0
 # And so long after that: a loop that was held up runs what is due before it reads what has come.
 _LAST_READS_S = 0.02
-
-
-# Parsed in one turn at most, if no request is complete before.
-_TURN_BYTES = 64 << 10
-# Parsed at once: what may be many requests, and what may be a body's end and some. A body whose
-# length is known is parsed up to its end.
-_HEAD_PIECE_BYTES, _BODY_PIECE_BYTES = 1 << 10, 4 << 10
 
 
 class _Flow(FlowControl):

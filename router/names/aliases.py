@@ -32,6 +32,16 @@ _MIXED = "::"  # between tenant and name, see OwnedName
 
 Mark = Literal["pinned", "rollout", "unloading", "file", "folder", "broken option"]
 
+logger = logging.getLogger(__name__)
+
+TABLE = "adapters"
+MAX_DELETED = 4096
+MAX_LISTED = 10_000
+# Rows that are kept decoded: those that requests name again and again.
+MAX_DECODED = 4096
+_RETRY_S = 2.0
+_decode = msgspec.json.Decoder(Registration).decode
+
 
 class SortedKeys:
     """Keys in order. Changes are put in place when somebody looks."""
@@ -211,17 +221,6 @@ def _marks(one: Registration) -> Iterator[Mark]:
         yield one.origin
     if one.is_broken and one.origin == "option":
         yield "broken option"
-
-
-logger = logging.getLogger(__name__)
-
-TABLE = "adapters"
-MAX_DELETED = 4096
-MAX_LISTED = 10_000
-# Rows that are kept decoded: those that requests name again and again.
-MAX_DECODED = 4096
-_RETRY_S = 2.0
-_decode = msgspec.json.Decoder(Registration).decode
 
 
 class AliasListener(Protocol):

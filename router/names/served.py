@@ -13,6 +13,8 @@ from loraplex.router.call import MergedChoice, Secret
 from loraplex.router.policy.rollout import HeldContent
 from loraplex.server.protocol import AdapterMerge, MemberSource, acting
 
+_CHANGED_RETRY_S = 1.0
+
 
 class OwnedName(msgspec.Struct, frozen=True, order=True):
     """A registered name and its owner. tenant: whose name it is; "" = the fleet's, which callers of
@@ -27,9 +29,6 @@ class OwnedName(msgspec.Struct, frozen=True, order=True):
     def __str__(self) -> str:
         """The one spelling, for store, metrics and operators. No reference is written so."""
         return f"{self.tenant}::{self.name}" if self.tenant else self.name
-
-
-_CHANGED_RETRY_S = 1.0
 
 
 class Merge(msgspec.Struct, frozen=True):

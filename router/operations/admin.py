@@ -51,6 +51,21 @@ log = logging.getLogger(__name__)
 _RETRY_S = 0.5
 _HEARD_S = 1.5 * REFRESH_S
 
+AT_ONCE = 2
+POLL_S = 0.25
+# A source that is down may be back soon; what an operator must mend takes longer.
+_FIRST_PAUSE_S: dict[AdapterErrorCode, float] = {
+    "unavailable": 5.0,
+    "not_found": 60.0,
+    "unauthorized": 60.0,
+    "forbidden": 60.0,
+}
+_MAX_PAUSE_S = 600.0
+_JITTER = 0.2
+
+# Longer than routers take to say again that they are there, when the store has lost it.
+TICK_S = 8.0
+
 
 class Published(NamedTuple):
     """An upload that its name means now. problems: of workers that do not have it, by their ids."""
@@ -419,19 +434,6 @@ class AdapterAdmin:
         return task
 
 
-AT_ONCE = 2
-POLL_S = 0.25
-# A source that is down may be back soon; what an operator must mend takes longer.
-_FIRST_PAUSE_S: dict[AdapterErrorCode, float] = {
-    "unavailable": 5.0,
-    "not_found": 60.0,
-    "unauthorized": 60.0,
-    "forbidden": 60.0,
-}
-_MAX_PAUSE_S = 600.0
-_JITTER = 0.2
-
-
 class DeclaredCheck:
     """Checks at the start that the declared adapters can be had. names: of the fleet's adapters.
     is_ready: whether a worker takes work.
@@ -506,10 +508,6 @@ def pause_after(error: AdapterError, attempt: int) -> float | None:
         return None
     pause_s: float = min(_MAX_PAUSE_S, first * 2.0 ** min(attempt, 16))
     return max(pause_s, min(_MAX_PAUSE_S, error.retry_after_s or 0.0))
-
-
-# Longer than routers take to say again that they are there, when the store has lost it.
-TICK_S = 8.0
 
 
 class OrphanedUnloads:

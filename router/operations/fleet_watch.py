@@ -56,6 +56,9 @@ LOOK_EVERY_S = 1.0
 LOOK_TIMEOUT_S = 0.8
 MAX_WATCHERS = 64
 
+# What a worker is to this router.
+WORKER_STATES = ("ready", "starting", "draining", "disconnected")
+
 
 class FleetWatch:
     """Watches the fleet: `look` is the whole picture, `Changes` what a stream sends of it."""
@@ -219,10 +222,6 @@ def base_state(base: BaseModel) -> BaseState:
         workers=len(base.fleet.clients),
         workers_ready=sum(view.able for view in base.fleet.views),
     )
-
-
-# What a worker is to this router.
-WORKER_STATES = ("ready", "starting", "draining", "disconnected")
 
 
 def watch_state(

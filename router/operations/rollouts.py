@@ -58,6 +58,13 @@ from loraplex.router.tenancy.records import AuditRecord
 GUARD = "guard"
 BY_OPERATOR = "an operator took it back"
 
+logger = logging.getLogger(__name__)
+
+TICK_S = 1.0
+LEASE_S = 5.0
+_RETRY_S = 2.0
+_KEY = "rollouts:keeper"
+
 
 class Rollouts:
     """Operates on rollouts. Every operation raises AdapterError and then has changed nothing that
@@ -297,14 +304,6 @@ class LoneGuard:
         self._verdicts.setdefault(name, _Verdict(before, {})).why[digest] = why
         logger.error("adapter %s: %.12s is rolled back here: %s", name, digest, why)
         self._audit(name, why)
-
-
-logger = logging.getLogger(__name__)
-
-TICK_S = 1.0
-LEASE_S = 5.0
-_RETRY_S = 2.0
-_KEY = "rollouts:keeper"
 
 
 class RolloutKeeper:

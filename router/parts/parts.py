@@ -10,6 +10,11 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+WHITESPACE = " \t\r\n"
+_NOT_SPACE = re.compile(r"[^ \t\r\n]")
+
 
 class CallDelta(msgspec.Struct, frozen=True):
     """A piece of the answer's call number `index`. name: with the first piece alone, whole.
@@ -52,12 +57,6 @@ class PartsReader(Protocol):
     def end(self) -> PartsDelta:
         """Gives the text that was held back. A call that broke off stays as far as it came."""
         ...
-
-
-T = TypeVar("T")
-Steps = Generator[None, None, T]
-WHITESPACE = " \t\r\n"
-_NOT_SPACE = re.compile(r"[^ \t\r\n]")
 
 
 class Scan:

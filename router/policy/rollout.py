@@ -32,6 +32,14 @@ VersionState = Literal[
     "idle",  # without a share
 ]
 
+# Old, new: a score counts for that side of a rollout. The others: why for none.
+Counted = Literal["old", "new", "again", "unknown", "over"]
+
+# A mean of exactly 0 or 1 has no likelihood.
+_EDGE = 1e-9
+_HALVINGS = 60
+_PRIOR = math.lgamma(0.5) * 2 - math.lgamma(1.0)
+
 
 class HeldContent(NamedTuple):
     """An adapter as workers hold it: its content, and the base for which they judged and packed it.
@@ -165,15 +173,6 @@ def _score(rollout: str, version: str, sticky: str, weight: int) -> float:
     text = f"{rollout}\0{version}\0{sticky}".encode("utf-8", "surrogatepass")
     drawn = int.from_bytes(blake2b(text, digest_size=_HASH_BITS // 8).digest())
     return -math.log((drawn + 0.5) / 2**_HASH_BITS) / weight
-
-
-# Old, new: a score counts for that side of a rollout. The others: why for none.
-Counted = Literal["old", "new", "again", "unknown", "over"]
-
-# A mean of exactly 0 or 1 has no likelihood.
-_EDGE = 1e-9
-_HALVINGS = 60
-_PRIOR = math.lgamma(0.5) * 2 - math.lgamma(1.0)
 
 
 class Scores(msgspec.Struct, frozen=True):

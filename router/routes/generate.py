@@ -37,6 +37,9 @@ from loraplex.router.service import Service
 PlainParse = Callable[[dict[str, Any], ApiLimits, str | None], ApiRequest]
 DialectOf = Callable[[dict[str, Any]], Dialect]
 
+# Takes the tenant, and the answer's id.
+Answer = Callable[[ResponseDesk, str, str, Request], Awaitable[Any]]
+
 
 class GenerateRoutes:
     """Each endpoint answers one route. Errors have the shape of the body's API."""
@@ -172,10 +175,6 @@ def _score(plain: dict[str, Any], limits: ApiLimits, bearer: str | None) -> ApiR
     if plain.get("label_token_ids") is not None:
         return fits.parse_labels(plain, limits, bearer)
     return fits.parse_score(plain, limits, bearer)
-
-
-# Takes the tenant, and the answer's id.
-Answer = Callable[[ResponseDesk, str, str, Request], Awaitable[Any]]
 
 
 class ResponseRoutes:

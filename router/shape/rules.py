@@ -45,6 +45,10 @@ _TOKEN = re.compile(
 _PIECE = re.compile(rf"{_ESCAPED}|.", re.S)
 _SHORT = {"n": "\n", "r": "\r", "t": "\t"}
 
+_OBJECT: dict[str, Any] = {"type": "object"}
+# A pattern matches a whole text, so a `^` before it and a `$` after it add nothing.
+_END = re.compile(r"(?<!\\)(?:\\\\)*\$\Z")
+
 
 class GbnfError(ValueError):
     """The text is no GBNF grammar; str() says where and why."""
@@ -220,11 +224,6 @@ def _tokens(source: str) -> list[_Token]:
 def _fail(message: str, source: str, at: int) -> NoReturn:
     line = source.count("\n", 0, at) + 1
     raise GbnfError(f"line {line}: {message} at {source[at : at + 20]!r}")
-
-
-_OBJECT: dict[str, Any] = {"type": "object"}
-# A pattern matches a whole text, so a `^` before it and a `$` after it add nothing.
-_END = re.compile(r"(?<!\\)(?:\\\\)*\$\Z")
 
 
 def rules(shape: Shape, writer: Lark) -> str:

@@ -14,15 +14,6 @@ from loraplex.adapters.common.newest import NewestKept
 from loraplex.router.shared.store import Row, Store, StoreDown, TableFull, life_of
 from loraplex.router.shared_tasks import SharedTasks
 
-
-async def every(period_s: float, work: Callable[[], Awaitable[object]]) -> None:
-    """Does some work again and again, until cancelled. While the store is down it is tried anew."""
-    while True:
-        with contextlib.suppress(StoreDown):
-            await work()
-        await asyncio.sleep(period_s)
-
-
 REFRESH_S = 1.0
 # Rows that are taken over before others have their turn: about 10 ms.
 _AT_ONCE = 500
@@ -30,6 +21,14 @@ _AT_ONCE = 500
 _UNREAD = "unread"
 
 T = TypeVar("T")
+
+
+async def every(period_s: float, work: Callable[[], Awaitable[object]]) -> None:
+    """Does some work again and again, until cancelled. While the store is down it is tried anew."""
+    while True:
+        with contextlib.suppress(StoreDown):
+            await work()
+        await asyncio.sleep(period_s)
 
 
 class RowWatch(Protocol):

@@ -39,6 +39,11 @@ _BANDS: dict[Priority, int] = {"high": -1, "normal": 0, "low": 1}
 # Behind all others, whatever a body says of its own priority.
 _BATCH_BAND = 2 * BACKGROUND_PRIORITY
 
+MAX_FILE_BYTES = 16 << 20
+
+# The name by which a choice is registered, if it is.
+Registered = Callable[[AdapterChoice], str | None]
+
 
 class ApiKey(msgspec.Struct, frozen=True):
     """An API key, without its secret. digest: SHA-256 of the key, in hex. Times are Unix seconds.
@@ -161,9 +166,6 @@ def counts_tokens(limits: Limits) -> bool:
     return limits.tokens_per_minute is not None or limits.budget_tokens is not None
 
 
-MAX_FILE_BYTES = 16 << 20
-
-
 class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A key as it is written. sha256: of the key, in hex; `loraplex key generate` prints both."""
 
@@ -249,10 +251,6 @@ def _key(entry: KeyEntry) -> ApiKey:
         blocked=entry.blocked,
         origin="file",
     )
-
-
-# The name by which a choice is registered, if it is.
-Registered = Callable[[AdapterChoice], str | None]
 
 
 def names_of(choice: AdapterChoice, registered: Registered, base: str = "") -> tuple[str, ...]:

@@ -57,6 +57,15 @@ ROUTERS = "routers"  # those that are there, by their ids
 MAX_BACKLOG = 1 << 14
 MAX_REMEMBERED = 4096
 
+FLUSH_S = 1.0
+KEPT_RECORDS = 10_000  # of each tenant
+_MAX_UNWRITTEN = 10_000
+_LISTED_S = 600.0
+_FEW_TENANTS = 256
+_BOOKS_AT_ONCE = 1000
+_RECORDS_AT_ONCE = 10_000
+_BOOK_TTL_S = (MAX_DAYS + 1) * 86400.0
+
 
 class Admitted(msgspec.Struct, frozen=True):
     """A request that holds its share until it is settled. store: where it is counted."""
@@ -186,16 +195,6 @@ async def _settle(store: Store, settlement: Settlement) -> None:
 def _share_of(ask: Ask, routers: int) -> Ask:
     subjects = tuple(Subject(s.name, share(s.limits, routers)) for s in ask.subjects)
     return msgspec.structs.replace(ask, subjects=subjects)
-
-
-FLUSH_S = 1.0
-KEPT_RECORDS = 10_000  # of each tenant
-_MAX_UNWRITTEN = 10_000
-_LISTED_S = 600.0
-_FEW_TENANTS = 256
-_BOOKS_AT_ONCE = 1000
-_RECORDS_AT_ONCE = 10_000
-_BOOK_TTL_S = (MAX_DAYS + 1) * 86400.0
 
 
 class Metering:

@@ -35,6 +35,15 @@ from loraplex.router.text.tokenizer_json import AddedToken, longest_token
 from loraplex.router.text.turn_taking import CallersTurns, TurnTaking
 from loraplex.server.protocol import ModelCard
 
+# Beside which a token's own text is found. Some decoders drop what repeats the token before.
+_ANCHORS = ("a", "b", "c")
+
+# A large tokenizer takes some 100 MB.
+MAX_MODELS = 8
+
+# Added tokens, and the size of a table that is smaller than the base's.
+_Key = tuple[tuple[OwnToken, ...], int]
+
 
 def template_error(fault: TemplateFault) -> RequestError:
     """The error that a caller gets."""
@@ -81,10 +90,6 @@ class BaseTemplates:
             return self._templates[name].written(messages, options)
         except TemplateFault as fault:
             raise template_error(fault) from fault
-
-
-# Beside which a token's own text is found. Some decoders drop what repeats the token before.
-_ANCHORS = ("a", "b", "c")
 
 
 class TokenSpan(msgspec.Struct, frozen=True, gc=False):
@@ -357,13 +362,6 @@ def _other_than(token: str) -> tuple[str, str]:
     """Two plain tokens to stand beside a token."""
     before, after = [letter for letter in _ANCHORS if letter != token][:2]
     return before, after
-
-
-# A large tokenizer takes some 100 MB.
-MAX_MODELS = 8
-
-# Added tokens, and the size of a table that is smaller than the base's.
-_Key = tuple[tuple[OwnToken, ...], int]
 
 
 class AdapterModels:

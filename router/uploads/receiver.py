@@ -45,6 +45,13 @@ _BYTES = ("", "application/octet-stream", "application/vnd.safetensors", *_TAR)
 _RANGE = re.compile(r"bytes (?:(\d{1,15})-(\d{1,15})|\*)/(\d{1,15})")
 _SHA256 = re.compile(r"(?:^|,)\s*sha-256=:([A-Za-z0-9+/=]{44}):")
 
+MAX_AT_ONCE = 16
+MAX_OF_TENANT = 4
+# Longest wait for the next bytes of a request whose client has come anew.
+_HURRY_S = 0.2
+_TAR_MAGIC = slice(257, 262)
+_GZIP_MAGIC = b"\x1f\x8b"
+
 
 class BodyRange(msgspec.Struct, frozen=True):
     """The part of a body that a request carries. start: None = it asks how much has come. stop:
@@ -112,14 +119,6 @@ def _sha256(said: str | None) -> str | None:
         return None if match is None else base64.b64decode(match[1], validate=True).hex()
     except binascii.Error:
         raise RequestError("invalid", "the digest field is not base64") from None
-
-
-MAX_AT_ONCE = 16
-MAX_OF_TENANT = 4
-# Longest wait for the next bytes of a request whose client has come anew.
-_HURRY_S = 0.2
-_TAR_MAGIC = slice(257, 262)
-_GZIP_MAGIC = b"\x1f\x8b"
 
 
 class PartReceived(Exception):

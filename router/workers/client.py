@@ -38,6 +38,17 @@ _FETCH_TIMEOUT_S = 30.0
 _DIGEST = re.compile(r"[0-9a-f]{64}\Z")
 _decode = msgspec.json.Decoder(ModelCard).decode
 
+logger = logging.getLogger(__name__)
+
+_CONNECT_TIMEOUT_S = 5.0
+_HELLO_TIMEOUT_S = 5.0
+_PING_INTERVAL_S = 5.0
+_PING_TIMEOUT_S = 15.0
+_FIRST_DELAY_S = 0.1
+_LONGEST_DELAY_S = 1.0
+_STARTING_STATUS = 503  # its engine is not ready yet
+_STABLE_S = 10.0  # a connection that held so long starts the back-off anew
+
 
 class CardError(CommandError):
     """A model card cannot be had, or is not what its digest says."""
@@ -114,18 +125,6 @@ async def fetch_card(url: str, secret: str) -> bytes:
     except httpx.HTTPError as error:
         raise CardError(f"{url}/card: {error or type(error).__name__}") from error
     return bytes(payload)
-
-
-logger = logging.getLogger(__name__)
-
-_CONNECT_TIMEOUT_S = 5.0
-_HELLO_TIMEOUT_S = 5.0
-_PING_INTERVAL_S = 5.0
-_PING_TIMEOUT_S = 15.0
-_FIRST_DELAY_S = 0.1
-_LONGEST_DELAY_S = 1.0
-_STARTING_STATUS = 503  # its engine is not ready yet
-_STABLE_S = 10.0  # a connection that held so long starts the back-off anew
 
 
 class Courier(Protocol):

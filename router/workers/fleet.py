@@ -26,6 +26,16 @@ from loraplex.router.workers.client import WorkerClient
 from loraplex.router.workers.session import Credit, WorkerLost, WorkerSession
 from loraplex.server.protocol import ModelCard, WorkerHello
 
+MAX_WORKERS = 4096
+
+logger = logging.getLogger(__name__)
+
+_TICK_S = 0.25
+_LATE_S = 0.25
+# How soon those are tried again who would rather wait for a worker that has their adapter.
+_HOLD_TICK_S = 0.02
+_LOAD_ATTEMPTS = 3
+
 
 class Roster:
     """The workers that this router knows; or those of one base among them, as `of` gives them."""
@@ -79,9 +89,6 @@ class Roster:
         return None
 
 
-MAX_WORKERS = 4096
-
-
 class Connections:
     """Keeps a client for each worker that is named or discovered. urls: of workers that the
     operator named. new_client: makes the client of a URL.
@@ -120,15 +127,6 @@ class Connections:
             for task in self._found.values():
                 task.cancel()
             await asyncio.gather(*self._found.values(), return_exceptions=True)
-
-
-logger = logging.getLogger(__name__)
-
-_TICK_S = 0.25
-_LATE_S = 0.25
-# How soon those are tried again who would rather wait for a worker that has their adapter.
-_HOLD_TICK_S = 0.02
-_LOAD_ATTEMPTS = 3
 
 
 class Placed(NamedTuple):

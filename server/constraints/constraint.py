@@ -20,6 +20,8 @@ from loraplex.server.protocol import NamesOnce, ThinkingBudget
 _PART = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*("|\\?\Z)|[{}\[\],]', re.DOTALL)
 _BRACKETS = b"{", b"["
 
+ConstraintState = Literal["open", "over", "failed"]
+
 
 class NameMatcher(Protocol):
     """The methods of llguidance's LLMatcher that tell how names may go on."""
@@ -210,9 +212,6 @@ def _without(mask: np.ndarray, token_ids: list[int]) -> np.ndarray:
     left, at = mask.copy(), np.array(token_ids, np.uint32)
     np.bitwise_and.at(left.view(np.uint32), at >> 5, ~(np.uint32(1) << (at & 31)))
     return left
-
-
-ConstraintState = Literal["open", "over", "failed"]
 
 
 class GrammarMatcher(NameMatcher, Protocol):

@@ -100,6 +100,9 @@ _ALWAYS_IGNORED: dict[str, tuple[Any, ...]] = {
     "token_healing": (False,),
 }
 
+_THREADS = 16
+_FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+
 
 class Advice(NamedTuple):
     """Advice of a model's files on sampling. defaults: by names of SamplingParams. suppressed: ids
@@ -287,10 +290,6 @@ def _advice(folder: Path, config: ModelSpec) -> Advice:
         return read_advice(read_optional_json(path), config.vocab_size, config.max_context)
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from None
-
-
-_THREADS = 16
-_FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 def read_base_spec(folder: Path, names: tuple[str, ...]) -> BaseSpec:

@@ -61,6 +61,20 @@ from loraplex.server.model.steps.rows import Rows
 from loraplex.server.model.steps.step import Step, routed_places, saves_at_ends
 from loraplex.server.model.tower.tower import EncodeTicket, PictureStore
 
+log = logging.getLogger(__name__)
+
+_OUTSIDE_GRAPHS = (
+    "an adapter with %s is in use: steps with one run outside CUDA graphs, and are slower for all"
+    " of their sequences%s"
+)
+_STATES = "states: {rows} of {size:.1f} MiB, and {snapshots} snapshots"
+_OF_REACH = {
+    Reach.LAYERS: ("LoRA", ""),
+    Reach.EXPERTS: ("LoRA of experts", ""),
+    Reach.OUTPUTS: ("DoRA or biases", " (--dora-graphs captures them)"),
+    Reach.NORMS: ("norms of its own", ""),
+}
+
 
 class OneByOne:
     """Computes the forward pass of steps, and logits, token after token."""
@@ -111,21 +125,6 @@ class OneByOne:
             lora = ops.lora(slots[at : at + 1])
             found.append(self._decoder.logits(normed[at : at + 1], lora, width=width))
         return torch.cat(found)
-
-
-log = logging.getLogger(__name__)
-
-_OUTSIDE_GRAPHS = (
-    "an adapter with %s is in use: steps with one run outside CUDA graphs, and are slower for all"
-    " of their sequences%s"
-)
-_STATES = "states: {rows} of {size:.1f} MiB, and {snapshots} snapshots"
-_OF_REACH = {
-    Reach.LAYERS: ("LoRA", ""),
-    Reach.EXPERTS: ("LoRA of experts", ""),
-    Reach.OUTPUTS: ("DoRA or biases", " (--dora-graphs captures them)"),
-    Reach.NORMS: ("norms of its own", ""),
-}
 
 
 class TorchExecutor:

@@ -47,6 +47,14 @@ from loraplex.server.model.steps.rows import Rows
 from loraplex.server.model.tower.tower import PictureStore
 from loraplex.server.model.weights import INT8_SCALES, ModelWeights, load_weights
 
+log = logging.getLogger(__name__)
+
+# As CUDA, its libraries and the CPU's allocator say it.
+_NO_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
+# From which on a GPU converts FP8.
+_FP8_CAPABILITY = (8, 9)
+WeightsLoader = Callable[[ModelSpec, torch.dtype, torch.device], ModelWeights]
+
 
 def require_invariance(model: ModelSpec, config: EngineConfig) -> None:
     """Check that no answer's bits can depend on its batch, where that is asked for. Raises
@@ -94,15 +102,6 @@ def _of_kernels(model: ModelSpec) -> list[str]:
     if any(isinstance(feed, MoeSpec) for feed in feeds):
         reasons.append("mixtures of experts have several kernels")
     return reasons
-
-
-log = logging.getLogger(__name__)
-
-# As CUDA, its libraries and the CPU's allocator say it.
-_NO_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
-# From which on a GPU converts FP8.
-_FP8_CAPABILITY = (8, 9)
-WeightsLoader = Callable[[ModelSpec, torch.dtype, torch.device], ModelWeights]
 
 
 def build_parts(

@@ -11,6 +11,15 @@ import msgspec
 from loraplex.server.protocol import picture_cuts
 from loraplex.server.protocol.picture_cuts import PictureCut
 
+Grid = tuple[int, int, int]
+# The fewest and the most pixels of a resized picture that a request asks for; 0 = it says nothing.
+PixelBounds = tuple[int, int]
+UNBOUNDED: PixelBounds = (0, 0)
+# The processor by whose rule a picture is resized and cut into patches.
+PatchRule = Literal["qwen2_vl", "clip", "pixtral", "llava_next", "gemma4", "stretched"]
+# A picture that is so many times longer than wide, or wider than long, is refused.
+_MAX_ASPECT = 200
+
 
 class TileRule(msgspec.Struct, frozen=True):
     """Tiles of a picture, row by row; behind several comes all of the picture as one more.
@@ -57,16 +66,6 @@ class TileRule(msgspec.Struct, frozen=True):
         for row in self.ids[:rows]:
             yield from row[:columns]
         yield self.whole_ids
-
-
-Grid = tuple[int, int, int]
-# The fewest and the most pixels of a resized picture that a request asks for; 0 = it says nothing.
-PixelBounds = tuple[int, int]
-UNBOUNDED: PixelBounds = (0, 0)
-# The processor by whose rule a picture is resized and cut into patches.
-PatchRule = Literal["qwen2_vl", "clip", "pixtral", "llava_next", "gemma4", "stretched"]
-# A picture that is so many times longer than wide, or wider than long, is refused.
-_MAX_ASPECT = 200
 
 
 class PictureSpan(msgspec.Struct, frozen=True, array_like=True):

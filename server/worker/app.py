@@ -30,6 +30,12 @@ log = logging.getLogger(__name__)
 _MOST_UPLOADS = 16  # at once
 _UPLOAD_IDLE_S = 30.0
 
+MAX_ROUTERS = 256
+_RETRY = {"Retry-After": "1"}
+# A router that connects meanwhile waits so long for the start, and is served at once then.
+_START_WAIT_S = 2.0
+_PICTURE_LIMIT_S = 60.0
+
 
 class UploadFace:
     """Puts uploads on a shelf, where the adapter store finds them. max_bytes: of one upload."""
@@ -64,13 +70,6 @@ class UploadFace:
                 message = f"the files are not those of upload {digest[:64]}: {found}"
                 raise AdapterError("invalid", message)
             self._shelf.keep(folder, digest)
-
-
-MAX_ROUTERS = 256
-_RETRY = {"Retry-After": "1"}
-# A router that connects meanwhile waits so long for the start, and is served at once then.
-_START_WAIT_S = 2.0
-_PICTURE_LIMIT_S = 60.0
 
 
 class WorkerApp:

@@ -59,6 +59,15 @@ from loraplex.server.protocol import GenerateRequest, SamplingParams, VectorPara
 
 _SPACE = "Ġ"  # how byte-level vocabularies spell a space before a word
 
+EXTENT_BYTES = 512 << 10
+GREEDY = SamplingParams(temperature=0.0)
+PAGE_SIZE = 16
+ADAPTER_SLOTS = 256  # as many as a server has
+Note = Callable[[StepOutput], None]
+_IDLE_S = 1e-4
+_SPARE_KV = 64 << 20
+_DRAFTED = 1  # the token of every draft
+
 
 def tokenizer_json(vocab_size: int, special: Sequence[int]) -> str:
     """Writes a `tokenizer.json`: every byte that the vocabulary has room for, then made-up
@@ -83,14 +92,6 @@ def _words() -> Iterator[str]:
 
 
 SHIPPED = Path(__file__).parent / "configs"
-EXTENT_BYTES = 512 << 10
-GREEDY = SamplingParams(temperature=0.0)
-PAGE_SIZE = 16
-ADAPTER_SLOTS = 256  # as many as a server has
-Note = Callable[[StepOutput], None]
-_IDLE_S = 1e-4
-_SPARE_KV = 64 << 20
-_DRAFTED = 1  # the token of every draft
 
 
 def model_folder(text: str) -> Path:

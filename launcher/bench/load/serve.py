@@ -35,6 +35,14 @@ _LINE_END = re.compile(rb"\r\n|\r|\n")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _Count = Annotated[int, Meta(ge=0)] | None
 
+START_HEADER = b"x-loraplex-start"
+# Kept of a body that has no events: enough for its message.
+_HEAD_BYTES = 16 << 10
+
+# Processes import and draw before the first call leaves.
+_START_DELAY_S = 3.0
+_LIST_S = 10.0  # of models
+
 
 class EventReader:
     """Server-sent events of one stream, out of bytes as they come, by the WHATWG's rules. Names and
@@ -184,11 +192,6 @@ def _has_text(choice: _Choice) -> bool:
     return bool(choice.text or delta.content or delta.reasoning_content or delta.reasoning)
 
 
-START_HEADER = b"x-loraplex-start"
-# Kept of a body that has no events: enough for its message.
-_HEAD_BYTES = 16 << 10
-
-
 class StreamProtocol(asyncio.Protocol):
     """Sends one POST and notes when each server-sent event arrives.
 
@@ -311,11 +314,6 @@ async def post_stream(
     except TimeoutError as error:
         raise TimeoutError(str(error) or f"no end within {timeout_s:g} s") from None
     return protocol
-
-
-# Processes import and draw before the first call leaves.
-_START_DELAY_S = 3.0
-_LIST_S = 10.0  # of models
 
 
 @dataclass(frozen=True, slots=True)

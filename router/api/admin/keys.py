@@ -33,6 +33,25 @@ MAX_LISTED = 1000
 
 Seconds = Annotated[int, Meta(ge=1, le=2**33)]
 
+DAY_S = 86400
+_DEFAULT_BUCKETS, MOST_BUCKETS = 7, 31
+NEWEST_S = 1 << 33  # since 1970, the latest that a time may say
+
+# Rows are grouped and chosen by these, by OpenAI's names.
+_FIELDS: dict[str, Callable[[UsageRow], str]] = {
+    "project_id": lambda row: row.tenant,
+    "api_key_id": lambda row: row.key,
+    "model": lambda row: row.adapter,
+}
+_FILTERS = {"project_ids": "project_id", "api_key_ids": "api_key_id", "models": "model"}
+_GROUPS = {"costs": {"line_item": "model"}, "completions": {"model": "model"}}
+_LISTS = ("group_by", *_FILTERS)
+
+Route = Literal["costs", "completions"]
+R = TypeVar("R")
+
+QUERY = ("start_time", "end_time", "bucket_width", "limit", "page", *_LISTS)
+
 
 class CreateKeyBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of a request for a new key. id: made up if absent. expires_at: Unix seconds. models:
@@ -208,24 +227,6 @@ def _day(query: Mapping[str, str], name: str, default: int) -> int:
         raise RequestError("invalid", message, param=name) from None
 
 
-DAY_S = 86400
-_DEFAULT_BUCKETS, MOST_BUCKETS = 7, 31
-NEWEST_S = 1 << 33  # since 1970, the latest that a time may say
-
-# Rows are grouped and chosen by these, by OpenAI's names.
-_FIELDS: dict[str, Callable[[UsageRow], str]] = {
-    "project_id": lambda row: row.tenant,
-    "api_key_id": lambda row: row.key,
-    "model": lambda row: row.adapter,
-}
-_FILTERS = {"project_ids": "project_id", "api_key_ids": "api_key_id", "models": "model"}
-_GROUPS = {"costs": {"line_item": "model"}, "completions": {"model": "model"}}
-_LISTS = ("group_by", *_FILTERS)
-
-Route = Literal["costs", "completions"]
-R = TypeVar("R")
-
-
 class Amount(msgspec.Struct, frozen=True):
     value: float
     currency: str
@@ -315,9 +316,6 @@ class BucketQuery(msgspec.Struct, frozen=True):
     @property
     def next_page(self) -> str | None:
         return str(self.days.stop) if self.days.stop < self.end else None
-
-
-QUERY = ("start_time", "end_time", "bucket_width", "limit", "page", *_LISTS)
 
 
 def parse_buckets(route: Route, query: Sequence[tuple[str, str]], now: float) -> BucketQuery:

@@ -53,6 +53,17 @@ from loraplex.router.tools.tools import Tool, Tools
 Speaker = Literal["user", "assistant", "system"]
 Shown = str | list[MessagePart]
 
+# Blocks that one speaker alone may send.
+_SPEAKERS: dict[str, Speaker] = {
+    "image": "user",
+    "thinking": "assistant",
+    "redacted_thinking": "assistant",
+    "tool_use": "assistant",
+    "tool_result": "user",
+}
+_KNOWN = "`text`, `image`, `thinking`, `tool_use` and `tool_result` are"
+_SHOWN = ("text", "image")
+
 
 class ImageSource(msgspec.Struct, frozen=True):
     """The place of a picture: data of a media type, an address, or an uploaded file."""
@@ -107,18 +118,6 @@ class _Placed(msgspec.Struct, frozen=True):
     role: Speaker
     block: InputBlock
     where: str
-
-
-# Blocks that one speaker alone may send.
-_SPEAKERS: dict[str, Speaker] = {
-    "image": "user",
-    "thinking": "assistant",
-    "redacted_thinking": "assistant",
-    "tool_use": "assistant",
-    "tool_result": "user",
-}
-_KNOWN = "`text`, `image`, `thinking`, `tool_use` and `tool_result` are"
-_SHOWN = ("text", "image")
 
 
 def messages_of(system: str | list[ContentPart] | None, turns: list[Turn]) -> list[dict[str, Any]]:

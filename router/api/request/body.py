@@ -25,6 +25,8 @@ T = TypeVar("T", bound=msgspec.Struct)
 N = TypeVar("N", bound=str)
 V = TypeVar("V")
 
+_FLOAT_FOR_INT = re.compile(r"Expected `int.*`, got `float` - at `\$\.(?P<path>[\w.]+)`")
+
 
 def decode_body(body: bytes, kind: type[T]) -> tuple[T, dict[str, Any]]:
     """The typed body, and all of it as plain values (for fields that `kind` does not know).
@@ -172,7 +174,6 @@ _MOST_SHOWN = 80
 _PLACE = re.compile(r"(?P<what>.*) - at (?P<key>`key` in )?`\$\.?(?P<path>.*)`", re.DOTALL)
 _STEP = re.compile(r"(\w+)|\[[^\]]*\]")
 _PATTERN = re.compile(r"matching regex '\^(?P<form>.*)\\\\Z'", re.DOTALL)
-_FLOAT_FOR_INT = re.compile(r"Expected `int.*`, got `float` - at `\$\.(?P<path>[\w.]+)`")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*)`")
 _NO_CHOICE = re.compile(r"Invalid enum value (?P<got>.*)", re.DOTALL)

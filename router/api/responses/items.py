@@ -28,6 +28,8 @@ CallKind = Literal["custom", "local_shell"]
 # What models call the shell.
 SHELL = "local_shell"
 
+_PREFIXES: dict[PartKind, str] = {"reasoning": "rs", "text": "msg", "call": "fc"}
+
 
 class CallItem(msgspec.Struct, frozen=True, tag_field="type", tag="function_call"):
     """Item of an answer: the call of a function. arguments: JSON text. namespace: of a function in
@@ -349,9 +351,6 @@ def _of(token: TextToken) -> ChatTokenLogprob:
     raw = bytes_of(token.token) if token.raw is None else list(token.raw)
     top = [TopLogprob(t.text, finite(t.logprob), bytes_of(t.text) or []) for t in token.top]
     return ChatTokenLogprob(token.token, finite(token.logprob), raw or [], top)
-
-
-_PREFIXES: dict[PartKind, str] = {"reasoning": "rs", "text": "msg", "call": "fc"}
 
 
 class ResponseEvent(msgspec.Struct, frozen=True):

@@ -52,6 +52,13 @@ from loraplex.router.call import (
 )
 from loraplex.server.protocol import RoutedExperts
 
+# Fields that may have a value for each prompt.
+_OF_EACH = frozenset(
+    ("lora_path", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num")
+    + ("token_ids_logprob", "image_data", "rid")
+)
+_HAS_LISTS = re.compile(rb'"(?:lora_path|sampling_params)"\s*:\s*\[')
+
 
 class SglangOptions(msgspec.Struct, frozen=True):
     """How a request wants its answer.
@@ -452,14 +459,6 @@ def joined(answers: Iterable[bytes]) -> bytes:
     return (
         b"[" + b",".join(answer.removeprefix(b"[").removesuffix(b"]") for answer in answers) + b"]"
     )
-
-
-# Fields that may have a value for each prompt.
-_OF_EACH = frozenset(
-    ("lora_path", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num")
-    + ("token_ids_logprob", "image_data", "rid")
-)
-_HAS_LISTS = re.compile(rb'"(?:lora_path|sampling_params)"\s*:\s*\[')
 
 
 def _pictures(

@@ -31,6 +31,14 @@ from loraplex.router.call import ChoiceResult, GenerationCall, PromptInfo, Vecto
 _OUTSIDE = "O"
 _BEGIN, _INSIDE = "B", "I"
 
+ClassifyShape = Literal["input", "inputs", "messages"]
+_SHAPES: tuple[ClassifyShape, ...] = ("input", "inputs", "messages")
+Text = Annotated[str, Meta(min_length=1)]
+
+PromptText = Annotated[str, Meta(max_length=1 << 14)]
+
+_UNSERVED = ("token_embed", "embed&token_classify", "plugin")
+
 
 class Entity(msgspec.Struct, frozen=True):
     """Neighbouring tokens with one class. entity_group: the class without `B-` or `I-`. score: the
@@ -76,11 +84,6 @@ def entities(
 def _entity(text: str, group: str, found: Sequence[tuple[int, int, float]]) -> Entity:
     start, end = found[0][0], found[-1][1]
     return Entity(group, fmean(score for *_, score in found), text[start:end], start, end)
-
-
-ClassifyShape = Literal["input", "inputs", "messages"]
-_SHAPES: tuple[ClassifyShape, ...] = ("input", "inputs", "messages")
-Text = Annotated[str, Meta(min_length=1)]
 
 
 class ClassifyBody(InputBody, frozen=True, kw_only=True):
@@ -221,9 +224,6 @@ class LoraxClassifyFormatter(WholeFormatter):
         return entities(info.text, info.spans, likeliest)
 
 
-PromptText = Annotated[str, Meta(max_length=1 << 14)]
-
-
 class EmbeddingsBody(InputBody, frozen=True, kw_only=True):
     """Body of a request to `/v1/embeddings`. From normalize on: extensions. normalize: another name
     of use_activation. prompt_name, prompt: what is put before each text, by name or as it is.
@@ -288,9 +288,6 @@ class EmbeddingsFormatter(WholeFormatter):
 
     def _numbers(self, numbers: Sequence[float]) -> Any:
         return self._options.vector(numbers)
-
-
-_UNSERVED = ("token_embed", "embed&token_classify", "plugin")
 
 
 class PoolingBody(InputBody, frozen=True, kw_only=True):

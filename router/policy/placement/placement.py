@@ -19,6 +19,43 @@ from loraplex.router.policy.placement.prefixes import PrefixMemory
 
 MAX_RANKINGS = 1 << 14
 
+# Sequences sent and not yet begun, at most: the rest waits where turns are kept. With KV to spare
+# enough to fill the next steps; without, they would only queue up in front of the worker.
+_STARTING_SHARE = 4
+_LEAST_STARTING, _LEAST_STARTING_FULL = 32, 4
+_KV_SPARE = 0.05
+# Beyond the rows, so many of them: enough that a row that becomes free finds its next sequence.
+_AHEAD_SHARE = 64
+# So many of those are the next steps' prompts; more are a queue.
+_STARTING_FREE, _STARTING_FREE_SHARE = 2, 16
+# Copies to the device before any was measured: a slow disk's rate.
+_FIRST_LOAD_BYTES_S = 1e9
+# A load that was caused and is never reported (it failed, or the status was lost).
+_COMING_S = 10.0
+
+Reason = Literal[
+    "base",  # needs no adapter: the least used worker
+    "prefix",  # the worker that has seen the prompt's beginning
+    "resident",  # the adapter is on its device
+    "loading",  # the adapter is on its way to its device
+    "home",  # nobody has the adapter: the best of its homes
+    "spread",  # those that have it, or should, are full
+]
+MISSES: frozenset[Reason] = frozenset({"home", "spread"})
+
+# A copy for each half of a worker that an adapter's sequences fill, and one more under pressure.
+_SHARE_A_COPY = 0.5
+# A home less once demand has been that much lower for so long.
+_SHRINK_S = 30.0
+# A worker that knows the prompt may be so much fuller than the emptiest one.
+_PREFIX_SLACK = 0.25
+# Weights for placing an adapter that no worker has, in loads that go before it. One is for a place
+# in its ranking, so that routers agree where it lives, one for a worker's use.
+_RANK_PRICE = 0.5
+_USE_PRICE = 4.0
+_SHORTEST_HOLD_S, _LONGEST_HOLD_S = 0.02, 1.0
+MAX_ADAPTERS = 1 << 14
+
 
 class Rankings:
     """Rankings of worker ids by key, remembered while the workers are the same."""
@@ -44,21 +81,6 @@ def rank(key: str, worker_ids: Sequence[str]) -> dict[str, int]:
         return blake2b(f"{worker_id}\0{key}".encode(), digest_size=8).digest()
 
     return {worker_id: i for i, worker_id in enumerate(sorted(worker_ids, key=score))}
-
-
-# Sequences sent and not yet begun, at most: the rest waits where turns are kept. With KV to spare
-# enough to fill the next steps; without, they would only queue up in front of the worker.
-_STARTING_SHARE = 4
-_LEAST_STARTING, _LEAST_STARTING_FULL = 32, 4
-_KV_SPARE = 0.05
-# Beyond the rows, so many of them: enough that a row that becomes free finds its next sequence.
-_AHEAD_SHARE = 64
-# So many of those are the next steps' prompts; more are a queue.
-_STARTING_FREE, _STARTING_FREE_SHARE = 2, 16
-# Copies to the device before any was measured: a slow disk's rate.
-_FIRST_LOAD_BYTES_S = 1e9
-# A load that was caused and is never reported (it failed, or the status was lost).
-_COMING_S = 10.0
 
 
 class WorkerView(msgspec.Struct, eq=False):
@@ -167,30 +189,6 @@ class WorkerView(msgspec.Struct, eq=False):
         for digest, since in list(self.coming.items()):
             if digest in self.resident or digest in self.loading or now - since > _COMING_S:
                 del self.coming[digest]
-
-
-Reason = Literal[
-    "base",  # needs no adapter: the least used worker
-    "prefix",  # the worker that has seen the prompt's beginning
-    "resident",  # the adapter is on its device
-    "loading",  # the adapter is on its way to its device
-    "home",  # nobody has the adapter: the best of its homes
-    "spread",  # those that have it, or should, are full
-]
-MISSES: frozenset[Reason] = frozenset({"home", "spread"})
-
-# A copy for each half of a worker that an adapter's sequences fill, and one more under pressure.
-_SHARE_A_COPY = 0.5
-# A home less once demand has been that much lower for so long.
-_SHRINK_S = 30.0
-# A worker that knows the prompt may be so much fuller than the emptiest one.
-_PREFIX_SLACK = 0.25
-# Weights for placing an adapter that no worker has, in loads that go before it. One is for a place
-# in its ranking, so that routers agree where it lives, one for a worker's use.
-_RANK_PRICE = 0.5
-_USE_PRICE = 4.0
-_SHORTEST_HOLD_S, _LONGEST_HOLD_S = 0.02, 1.0
-MAX_ADAPTERS = 1 << 14
 
 
 class PlacementRequest(NamedTuple):

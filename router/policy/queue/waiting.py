@@ -30,6 +30,29 @@ _SPREAD = 2.0
 # A mean that has faded to so little of a sequence is forgotten.
 _FADED = 0.01
 
+# A generated token costs a share of a whole step, a prompt token rides in a chunk (VTC's prices).
+PROMPT_PRICE = 1.0
+OUTPUT_PRICE = 2.0
+# Bytes that reach the device in about the time that a decode step gives one of its sequences.
+LOAD_BYTES_A_TOKEN = 512 << 10
+
+MAX_ESTIMATES = 4096
+_FIRST_GUESS = 128.0  # output tokens of a flow without observations
+_NEWEST = 0.1  # weight of the newest observation in a running mean
+
+T = TypeVar("T")
+
+# Flows tried in one go when the first in turn would rather wait for their own workers.
+_TENANTS_TRIED, _ADAPTERS_TRIED = 8, 16
+# Tenants without waiting sequences whose adapters' turns are remembered.
+_IDLE_TENANTS = 64
+# A flow's lead over its tenant's other flows decays by a factor of e in so many seconds of waiting.
+# So no flow waits long for one expensive sequence of the past.
+_AGEING_S = 5.0
+
+_WINDOW_S = 10.0
+_SHORTEST_S, _LONGEST_S = 1.0, 60.0
+
 
 class TenantShares:
     """Sequences on workers, by tenant: now, and as means over some seconds.
@@ -100,17 +123,6 @@ class TenantShares:
     def _shared(self) -> int:
         """Rows to share. Rows of a worker that leaves are still taken for a while."""
         return max(self.rows, self._total)
-
-
-# A generated token costs a share of a whole step, a prompt token rides in a chunk (VTC's prices).
-PROMPT_PRICE = 1.0
-OUTPUT_PRICE = 2.0
-# Bytes that reach the device in about the time that a decode step gives one of its sequences.
-LOAD_BYTES_A_TOKEN = 512 << 10
-
-MAX_ESTIMATES = 4096
-_FIRST_GUESS = 128.0  # output tokens of a flow without observations
-_NEWEST = 0.1  # weight of the newest observation in a running mean
 
 
 class Flow(NamedTuple):
@@ -191,21 +203,6 @@ class Bill:
         if unused > 0:
             for order, account in self._parties:
                 order.refund(account, OUTPUT_PRICE * unused)
-
-
-T = TypeVar("T")
-
-# Flows tried in one go when the first in turn would rather wait for their own workers.
-_TENANTS_TRIED, _ADAPTERS_TRIED = 8, 16
-# Tenants without waiting sequences whose adapters' turns are remembered.
-_IDLE_TENANTS = 64
-# A flow's lead over its tenant's other flows decays by a factor of e in so many seconds of waiting.
-# So no flow waits long for one expensive sequence of the past.
-_AGEING_S = 5.0
-
-
-_WINDOW_S = 10.0
-_SHORTEST_S, _LONGEST_S = 1.0, 60.0
 
 
 class DrainRate:

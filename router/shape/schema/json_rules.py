@@ -43,6 +43,13 @@ _MOST_ALTERNATIVES = 20_000
 _MOST_NAMES = 64
 _MOST_UNIQUE = 60
 
+Schema = dict[str, Any] | bool
+
+_MOST_DROPPED = 40
+_NAMING = frozenset(("$defs", "definitions", "$id", "id", "$anchor", "$dynamicAnchor", "$schema"))
+# Keywords that let fewer values through the more their schemas accept.
+_NEGATIVE = ("not", "if")
+
 
 class Spacing(msgspec.Struct, frozen=True):
     """Patterns around the signs of JSON. between: white space between any of its parts."""
@@ -417,15 +424,9 @@ def _is_ending(way: Iterable[_Symbol], ending: Collection[_Key]) -> bool:
     return True
 
 
-Schema = dict[str, Any] | bool
-
 ONE_LINE = Spacing()
 # Enough for text on one line or indented, and too little to go on for ever.
 LOOSE = Spacing(",", ":", r"( |\r?\n[ \t]{0,64})?")
-_MOST_DROPPED = 40
-_NAMING = frozenset(("$defs", "definitions", "$id", "id", "$anchor", "$dynamicAnchor", "$schema"))
-# Keywords that let fewer values through the more their schemas accept.
-_NEGATIVE = ("not", "if")
 
 
 def json_grammar(

@@ -45,6 +45,17 @@ DRAFTS = {
 NEWEST = 2020
 _BARE = re.compile(r"[A-Za-z_$][\w$-]*", re.ASCII)
 
+_ONE = (
+    *("additionalProperties", "unevaluatedProperties", "propertyNames", "items", "contains"),
+    *("additionalItems", "unevaluatedItems", "not", "if", "then", "else", "contentSchema"),
+)
+_SEVERAL = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_BY_NAME = (
+    *("properties", "patternProperties", "dependentSchemas", "dependencies"),
+    *("$defs", "definitions"),
+)
+UNEVALUATED = ("unevaluatedItems", "unevaluatedProperties")
+
 
 class SchemaRefused(ValueError):
     """The schema cannot be held to exactly. str() names the place, and says why.
@@ -199,18 +210,6 @@ def _encodable(value: str) -> str:
     if any("\ud800" <= character <= "\udfff" for character in value):
         raise ValueError("a text has half of a character")
     return value
-
-
-_ONE = (
-    *("additionalProperties", "unevaluatedProperties", "propertyNames", "items", "contains"),
-    *("additionalItems", "unevaluatedItems", "not", "if", "then", "else", "contentSchema"),
-)
-_SEVERAL = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_BY_NAME = (
-    *("properties", "patternProperties", "dependentSchemas", "dependencies"),
-    *("$defs", "definitions"),
-)
-UNEVALUATED = ("unevaluatedItems", "unevaluatedProperties")
 
 
 class Resource:

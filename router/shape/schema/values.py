@@ -28,6 +28,11 @@ Form = int
 NO_VALUE: Form = 0
 ANY_VALUE: Form = 1
 
+_MOST_OTHERS = 64
+_MOST_APART = 5_000
+# The depth to which two sets are searched for what tells them apart.
+_DEEPEST = 6
+
 
 class TextSet(NamedTuple):
     """A set of texts that is known within bounds.
@@ -206,12 +211,6 @@ def both_steps(one: Fraction | None, other: Fraction | None) -> Fraction | None:
 
 def step_of(numbers: Numbers) -> Fraction | None:
     return both_steps(numbers.step, Fraction(1)) if numbers.whole else numbers.step
-
-
-_MOST_OTHERS = 64
-_MOST_APART = 5_000
-# The depth to which two sets are searched for what tells them apart.
-_DEEPEST = 6
 
 
 class Algebra:

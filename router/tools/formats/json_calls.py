@@ -22,6 +22,18 @@ _CLOSES = {"{": "}", "[": "]"}
 _VALUES = "value", "first value"
 _KEYS = "key", "first key"
 
+_QUOTE = '"'
+_COMMA = '"," " "?'
+_COLON = '":" " "?'
+_NAME_AND_QUOTE = f'"\\"name\\"" {_COLON} "\\""'
+_ID = f'"\\"id\\"" {_COLON} /"[A-Za-z0-9]{{9}}"/'
+_S = r"[ \t\r\n]*"
+# The begin of a call without marker, as `CallObject` reads calls.
+_BARE_BEGIN = rf'/(?s:.*)\{{{_S}("type"{_S}:{_S}"function"{_S},{_S})?"name"{_S}:{_S}"/'
+
+NAME_KEYS = "name", "tool_name"
+ARGUMENT_KEYS = "arguments", "parameters"
+
 
 def json_value(scan: Scan) -> Steps[bool]:
     """Reads one value; False where what comes is none: what comes before that is read.
@@ -183,20 +195,6 @@ def _content(escapes: str) -> str:
     """The text that the escapes stand for; a half of a character is replaced."""
     text: str = json.loads(f'"{escapes}"')
     return re.sub("[\ud800-\udfff]", "\ufffd", text)
-
-
-_QUOTE = '"'
-_COMMA = '"," " "?'
-_COLON = '":" " "?'
-_NAME_AND_QUOTE = f'"\\"name\\"" {_COLON} "\\""'
-_ID = f'"\\"id\\"" {_COLON} /"[A-Za-z0-9]{{9}}"/'
-_S = r"[ \t\r\n]*"
-# The begin of a call without marker, as `CallObject` reads calls.
-_BARE_BEGIN = rf'/(?s:.*)\{{{_S}("type"{_S}:{_S}"function"{_S},{_S})?"name"{_S}:{_S}"/'
-
-
-NAME_KEYS = "name", "tool_name"
-ARGUMENT_KEYS = "arguments", "parameters"
 
 
 class CallOutcome(Enum):

@@ -22,6 +22,10 @@ _REFERENCE = re.compile(r'"\$(?:ref|dynamicRef)": "(?!#/(?:\$defs|definitions)/)
 
 Schema = dict[str, Any] | bool
 
+_NAME = re.compile(r"[^<>\n]*")
+_PYTHON = {"True": "true", "False": "false", "None": "null"}
+LINE = '"\\n"?'
+
 
 def separate_arguments(schema: dict[str, Any]) -> dict[str, Schema] | None:
     """Each argument's schema, in order; None where the arguments must keep to more than these.
@@ -64,11 +68,6 @@ def one_type(schema: Schema | None) -> str | None:
     if isinstance(found, list) and len(found) == 1:
         found = found[0]
     return found if isinstance(found, str) else None
-
-
-_NAME = re.compile(r"[^<>\n]*")
-_PYTHON = {"True": "true", "False": "false", "None": "null"}
-LINE = '"\\n"?'
 
 
 class ArgumentTags(msgspec.Struct, frozen=True):

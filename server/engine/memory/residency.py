@@ -21,6 +21,26 @@ TAKEN = 0
 # The first of an unbroken row of extents, and how many there are.
 Span = tuple[int, int]
 
+EvictionReason = Literal[
+    "bytes",  # another adapter needed more extents than were free
+    "runs",  # enough extents were free, but no run of them as long as needed
+    "slots",  # another adapter needed a slot
+    "order",  # the operator's wish
+]
+
+MAX_REMEMBERED = 16_384
+# A use counts half after so many others for each adapter that is held.
+HALF_LIFE_TURNS = 8
+# The most recently used are spared while others make room: one part of so many. A new adapter has
+# so much time to show that it will be used again.
+NEWEST_SHARE = 4
+# No adapter's seconds a byte count for more than eight times the usual, or for less than an eighth.
+MAX_DENSITY_LOG2 = 3.0
+# So many are found without sorting all; more are seldom needed.
+_FEW = 8
+
+AdapterStage = Literal["absent", "loading", "ready"]
+
 
 def _mark(extents: bytearray, spans: Iterable[Span], state: int) -> None:
     """Write the state of all extents in the spans: FREE or TAKEN."""
@@ -92,25 +112,6 @@ def _highest_free(space: bytearray, count: int) -> list[int] | None:
         high = max(space.rfind(TAKEN, 0, last) + 1, last + 1 - (count - len(found)))
         found.extend(range(last, high - 1, -1))
     return found
-
-
-EvictionReason = Literal[
-    "bytes",  # another adapter needed more extents than were free
-    "runs",  # enough extents were free, but no run of them as long as needed
-    "slots",  # another adapter needed a slot
-    "order",  # the operator's wish
-]
-
-MAX_REMEMBERED = 16_384
-# A use counts half after so many others for each adapter that is held.
-HALF_LIFE_TURNS = 8
-# The most recently used are spared while others make room: one part of so many. A new adapter has
-# so much time to show that it will be used again.
-NEWEST_SHARE = 4
-# No adapter's seconds a byte count for more than eight times the usual, or for less than an eighth.
-MAX_DENSITY_LOG2 = 3.0
-# So many are found without sorting all; more are seldom needed.
-_FEW = 8
 
 
 class _Record:
@@ -199,9 +200,6 @@ class Worth:
 
 def _half_life(num_held: int) -> int:
     return HALF_LIFE_TURNS * max(4, num_held)
-
-
-AdapterStage = Literal["absent", "loading", "ready"]
 
 
 class Placement(NamedTuple):

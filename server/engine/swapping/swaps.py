@@ -16,6 +16,18 @@ from loraplex.server.engine.executor import ExecutorLimits, PageCopies, PagesCop
 from loraplex.server.engine.memory.pages import PageHash, PagePool
 from loraplex.server.engine.messages import SwapStats
 
+# Tokens whose pages are copied together. Two such copies of each way are under way at most, so
+# that the bus is never idle and a copy that is wanted soon waits for little.
+_TOKENS_TOGETHER = 1024
+_AT_ONCE = 2
+# A prompt takes all its pages at once. Those of longer ones than so many push pages out that are
+# not saved: looking at these takes some 0.3 ms. It is done again after so long.
+_AHEAD = 1024
+_LOOK_S = 0.02
+# A disk that took no page is left alone for so long.
+_DISK_REST_S = 10.0
+_NONE = SwapStats()
+
 
 class Taken(NamedTuple):
     """A slot to write. evicted: whose content was kept there."""
@@ -102,19 +114,6 @@ class PageStore:
     def at_risk(self, count: int) -> Iterator[PageHash]:
         """Pages that give way to the next `count` others, as far as nobody reads them."""
         return islice(self._kept, max(0, count - len(self._free)))
-
-
-# Tokens whose pages are copied together. Two such copies of each way are under way at most, so
-# that the bus is never idle and a copy that is wanted soon waits for little.
-_TOKENS_TOGETHER = 1024
-_AT_ONCE = 2
-# A prompt takes all its pages at once. Those of longer ones than so many push pages out that are
-# not saved: looking at these takes some 0.3 ms. It is done again after so long.
-_AHEAD = 1024
-_LOOK_S = 0.02
-# A disk that took no page is left alone for so long.
-_DISK_REST_S = 10.0
-_NONE = SwapStats()
 
 
 @dataclass(slots=True, eq=False)

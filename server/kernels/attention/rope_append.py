@@ -44,6 +44,8 @@ from loraplex.server.kernels.lora.tiles import (
     touches,
 )
 
+_HEADS_A_PROGRAM = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
@@ -252,9 +254,6 @@ def norm_and_rotate(
     new_first = tl.where(rotated, first * cos - second * sin, raw[0])
     new_second = tl.where(rotated, second * cos + first * sin, raw[1])
     return new_first, new_second
-
-
-_HEADS_A_PROGRAM = 8
 
 
 def rope_append(

@@ -23,6 +23,9 @@ BITS, GROUP, ROWS, RUN, ZERO, TABLE, ORDER, NATIVE, SPLIT = (tl.constexpr(i) for
 # FP8 (E4M3) has the exponent's bias 7, float16 15.
 _FP8_TO_HALF = tl.constexpr(256.0)
 
+# Output features of a program, and the most input features.
+_BLOCK_N, _BLOCK_K = 32, 256
+
 
 class PackedBlocks(NamedTuple):
     """Constants of the kernel for quantised weights: those of `skinny.Blocks`, and parts. parts: in
@@ -297,10 +300,6 @@ def _of_group(of_out: tl.tuple, ptr: tl.tensor, start: tl.tensor, FORM: tl.const
         # Behind the last one is the last once more.
         at = at * groups + tl.minimum(start // FORM[GROUP], groups - 1)
     return tl.load(ptr + at, mask=(n < of_out[2])[:, None], other=0)
-
-
-# Output features of a program, and the most input features.
-_BLOCK_N, _BLOCK_K = 32, 256
 
 
 def dequantise(matrix: PackedMatrix, out: torch.Tensor, *, programmatic_launch: bool) -> None:

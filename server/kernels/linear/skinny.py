@@ -21,6 +21,8 @@ from loraplex.server.kernels.launch.launch import dot_precision, let_next_start,
 
 MAX_ROWS = 32
 
+_ROWS, _OUTPUTS, _INPUTS, _WARPS = 64, 128, 128, 4
+
 
 def skinny_product(
     x: torch.Tensor,
@@ -228,9 +230,6 @@ def store_product(
         acc += tl.load(bias_ptr + n, mask=n < end, other=0.0).to(tl.float32)[:, None]
     at = row_ptr[None, :] + n[:, None]
     tl.store(at, acc.to(row_ptr.dtype.element_ty), mask=live[None, :] & (n < end)[:, None])
-
-
-_ROWS, _OUTPUTS, _INPUTS, _WARPS = 64, 128, 128, 4
 
 
 def stages_of(capability: tuple[int, int]) -> int:

@@ -35,6 +35,8 @@ from loraplex.server.kernels.lora.tiles import (
 )
 from loraplex.server.kernels.lora.workspace import Workspace
 
+_BLOCK = 1024
+
 
 def expand(
     y: torch.Tensor,
@@ -307,9 +309,6 @@ def _write(
     if ACCUMULATE:
         delta += tl.load(at, mask=live, other=0.0).to(tl.float32)
     tl.store(at, delta.to(y_rows.dtype.element_ty), mask=live)
-
-
-_BLOCK = 1024
 
 
 def scale_outputs(y: torch.Tensor, slots: torch.Tensor, table: VectorTable, site: int) -> None:

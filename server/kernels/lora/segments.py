@@ -22,6 +22,8 @@ TILE_WORDS = 4  # slot, first position in `order`, rows, share
 MAX_PARTS = 4
 SHARED_ROWS: tl.constexpr = tl.constexpr(8)  # of more rows inputs are as much as weights
 
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
 
 @dataclass(frozen=True, slots=True)
 class Segments:
@@ -205,9 +207,6 @@ def _route_torch(slots: torch.Tensor, segments: Segments) -> None:
     segments.tiles[:, 2] = (counts[slot] - done).clamp_(0, size)
     segments.tiles[:, 3] = 0
     segments.num_tiles.copy_(ends[-2:])
-
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def check_rows(name: str, matrix: torch.Tensor, segments: Segments, workspace: Workspace) -> None:

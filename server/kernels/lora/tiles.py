@@ -18,6 +18,14 @@ from loraplex.server.kernels.lora.table import (
     WIDEST,
 )
 
+# What a compiled kernel may read of a module.
+_WORDS = tl.constexpr(RECORD_WORDS)
+_HALVES = tl.constexpr(2 * RECORD_WORDS)
+_RANKS = tl.constexpr(INT32_RANKS)
+_TOTAL = tl.constexpr(INT32_RANKS + MAX_PROJECTIONS)
+_SCALES = tl.constexpr(FLOAT32_SCALES)
+_WIDEST = tl.constexpr(WIDEST)
+
 
 class Shrunk(NamedTuple):
     """Result of shrink for one tile. v: what shrink left for one tile. ptr: its first row and rank;
@@ -172,15 +180,6 @@ def product(v: tl.tensor, b: tl.tensor, BLOCK_M: tl.constexpr, PRECISION: tl.con
         return tl.trans(tl.dot(b, tl.trans(low), input_precision=PRECISION))
     else:
         return tl.dot(low, tl.trans(b), input_precision=PRECISION)
-
-
-# What a compiled kernel may read of a module.
-_WORDS = tl.constexpr(RECORD_WORDS)
-_HALVES = tl.constexpr(2 * RECORD_WORDS)
-_RANKS = tl.constexpr(INT32_RANKS)
-_TOTAL = tl.constexpr(INT32_RANKS + MAX_PROJECTIONS)
-_SCALES = tl.constexpr(FLOAT32_SCALES)
-_WIDEST = tl.constexpr(WIDEST)
 
 
 @triton.jit

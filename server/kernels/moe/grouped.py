@@ -26,6 +26,10 @@ from loraplex.server.kernels.pointwise.gated import (
 
 _MOST_ROWS_AT_ONCE = 4096
 
+# With more rows, or where rows share experts, tiles read less.
+_MOST_ROWS = 16
+_BLOCK_N, _BLOCK_K = 4, 2048
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertTiles:
@@ -328,11 +332,6 @@ def _products(
                 w = tl.load(of_weight[:, None] + (half + step + k), mask=step + k < IN, other=0.0)
             second = tl.dot(w, tl.trans(x), second, input_precision=PRECISION)
     return tl.trans(first), tl.trans(second)
-
-
-# With more rows, or where rows share experts, tiles read less.
-_MOST_ROWS = 16
-_BLOCK_N, _BLOCK_K = 4, 2048
 
 
 def rows_are_few(tokens: int, top_k: int, experts: int) -> bool:

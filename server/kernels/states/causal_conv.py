@@ -9,6 +9,9 @@ import triton.language as tl
 
 from loraplex.server.kernels.states.operands import Convolution
 
+_CHANNELS = 512
+_TOKENS = 8
+
 
 class Singles(NamedTuple):
     """Slices of one token each: the batch's first ones. rows: int32 `[slices]`; positions: int64
@@ -70,10 +73,6 @@ def slice_of(table_ptr: tl.tensor, count: tl.tensor) -> Any:
     place = table_ptr + tl.program_id(0)
     row, begin = tl.load(place).to(tl.int64), tl.load(place + count).to(tl.int64)
     return row, begin, tl.load(place + 2 * count), tl.load(place + 3 * count)
-
-
-_CHANNELS = 512
-_TOKENS = 8
 
 
 def causal_conv(

@@ -24,6 +24,10 @@ _VALUES = 32
 _LEAST = 16
 _MOST = float(torch.finfo(torch.float32).max)
 
+# Features for which a warp is enough.
+_OF_A_WARP = 512
+_MOST_WARPS = 16
+
 
 def delta_rule(
     qkv: torch.Tensor,
@@ -430,11 +434,6 @@ def _chunks_kernel(
         left = k * tl.exp(whole - decayed)[:, None]
         state = state * tl.exp(whole) + tl.dot(tl.trans(left), news, input_precision=PRECISION)
     tl.store(kept_ptr, state, mask=has)
-
-
-# Features for which a warp is enough.
-_OF_A_WARP = 512
-_MOST_WARPS = 16
 
 
 def gated_norm(

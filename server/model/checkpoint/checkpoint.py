@@ -46,6 +46,44 @@ _SAMPLE_BYTES = 64
 # Says where a copy came from, not what it computes.
 _VOLATILE_KEYS = ("_name_or_path", "transformers_version")
 
+_OF_BODY = (
+    r"(?:layers|embed_tokens|norm|final_layernorm|embedding_norm|embed_tokens_per_layer|"
+    r"per_layer_model_projection|per_layer_projection_norm)\..+"
+)
+_BODY = re.compile(
+    r"(?:model\.language_model\.|language_model\.model\.|language_model\.|model\.text_model\.|"
+    rf"model\.)(?P<rest>{_OF_BODY})"
+)
+_BARE = re.compile(_OF_BODY)
+_HEAD = re.compile(r"(?:language_model\.)?(?P<head>lm_head\..+)")
+
+_MAX_LISTED = 8
+_LAYER = re.compile(r"model\.layers\.(?P<layer>[0-9]{1,6})\.(?P<rest>.+)")
+# What a checkpoint carries along and transformers leaves out when it loads the model.
+_LEFT_OUT = {
+    # Derived from the configuration.
+    "rotary tables": re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)"),
+    "attention masks": re.compile(r".*\.(masked_bias|(attn|attention)\.bias|causal_mask)"),
+    # TRL's, for training by reinforcement.
+    "value head": re.compile(r"v_head\..+"),
+    "multi-token prediction": re.compile(r"(model\.)?mtp(_[a-z_]+)?\..+"),
+}
+# Of keys, values, queries and weights of attention in FP8: they may be there.
+_SCALES = re.compile(
+    r"model\.layers\.[0-9]+\.self_attn\.(([kvq]|prob)_scale|(k|v)_proj\.(output|[kv])_scale)"
+)
+# A part of a larger model whose text part is served.
+_IMAGES = "the part for images"
+_PREDICTION = "multi-token prediction"
+# What only a layer beyond the last has, whose work is to predict further tokens.
+_OF_PREDICTION = re.compile(
+    r"(eh_proj|enorm|hnorm|shared_head|embed_tokens|input_proj|token_layernorm|hidden_layernorm|"
+    r"final_layernorm|mtp[a-z_]*)\..+"
+)
+_QUANTISED = re.compile(
+    r".*\.(qweight|qzeros|weight_packed|weight_scale|weight_scale_inv|absmax|quant_map|SCB)"
+)
+
 
 class CheckpointError(CommandError):
     """The folder cannot be served as a base model; the message says what to do."""
@@ -240,18 +278,6 @@ def _stored(name: str, entry: dict[str, Any], data: int, nbytes: int) -> TensorI
     return TensorInfo(name, dtype, shape, data + begin, data + end)
 
 
-_OF_BODY = (
-    r"(?:layers|embed_tokens|norm|final_layernorm|embedding_norm|embed_tokens_per_layer|"
-    r"per_layer_model_projection|per_layer_projection_norm)\..+"
-)
-_BODY = re.compile(
-    r"(?:model\.language_model\.|language_model\.model\.|language_model\.|model\.text_model\.|"
-    rf"model\.)(?P<rest>{_OF_BODY})"
-)
-_BARE = re.compile(_OF_BODY)
-_HEAD = re.compile(r"(?:language_model\.)?(?P<head>lm_head\..+)")
-
-
 def model_shards(folder: Path, model: ModelSpec) -> tuple[ModelFile, ...]:
     """Read the headers of a model's shards, with the names of `ModelSpec.tensors`. Raises
     CheckpointError, also where two tensors would have one name.
@@ -275,34 +301,6 @@ def plain_name(stored: str) -> str:
         return f"model.{found['rest']}"
     found = _HEAD.fullmatch(stored)
     return stored if found is None else found["head"]
-
-
-_MAX_LISTED = 8
-_LAYER = re.compile(r"model\.layers\.(?P<layer>[0-9]{1,6})\.(?P<rest>.+)")
-# What a checkpoint carries along and transformers leaves out when it loads the model.
-_LEFT_OUT = {
-    # Derived from the configuration.
-    "rotary tables": re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)"),
-    "attention masks": re.compile(r".*\.(masked_bias|(attn|attention)\.bias|causal_mask)"),
-    # TRL's, for training by reinforcement.
-    "value head": re.compile(r"v_head\..+"),
-    "multi-token prediction": re.compile(r"(model\.)?mtp(_[a-z_]+)?\..+"),
-}
-# Of keys, values, queries and weights of attention in FP8: they may be there.
-_SCALES = re.compile(
-    r"model\.layers\.[0-9]+\.self_attn\.(([kvq]|prob)_scale|(k|v)_proj\.(output|[kv])_scale)"
-)
-# A part of a larger model whose text part is served.
-_IMAGES = "the part for images"
-_PREDICTION = "multi-token prediction"
-# What only a layer beyond the last has, whose work is to predict further tokens.
-_OF_PREDICTION = re.compile(
-    r"(eh_proj|enorm|hnorm|shared_head|embed_tokens|input_proj|token_layernorm|hidden_layernorm|"
-    r"final_layernorm|mtp[a-z_]*)\..+"
-)
-_QUANTISED = re.compile(
-    r".*\.(qweight|qzeros|weight_packed|weight_scale|weight_scale_inv|absmax|quant_map|SCB)"
-)
 
 
 def check_folder(folder: Path, *, with_tensors: bool = True) -> ModelSpec:

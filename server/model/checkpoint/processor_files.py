@@ -29,6 +29,30 @@ _MOST_LONGEST = 4096
 _MOST_TILES = 100
 _IDEFICS3_EDGE = 364
 
+# The second counts where the first says nothing of pictures.
+FILES = ("processor_config.json", "preprocessor_config.json")
+_KIND = "image_processor_type"
+Colours = tuple[float, float, float]
+_FORMS = re.compile("(Fast|Pil)$")
+# Steps of the processor, and what each must be where it is said.
+_STEPS: dict[str, Any] = {
+    "do_convert_rgb": True,
+    "do_resize": True,
+    "do_rescale": True,
+    "do_pan_and_scan": False,
+}
+_LEAST_PIXELS, _MOST_PIXELS = 56 * 56, 28 * 28 * 1280
+_CEILING = 1 << 26
+_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_HALF = (0.5, 0.5, 0.5)
+_STD = (0.26862954, 0.26130258, 0.27577711)
+_LANCZOS, _BILINEAR, _BICUBIC = 1, 2, 3
+_MOST_RESAMPLE = 5
+
+_GEMMA3 = "Gemma3ImageProcessor"
+_UNIFIED = "Gemma4UnifiedImageProcessor"
+_INTERNVL = "GotOcr2ImageProcessor"
+
 
 class TileWords(NamedTuple):
     """Words that a processor writes for tiles. whole: its own file, which says more than of
@@ -116,32 +140,6 @@ def _edge(given: Mapping[str, Any], name: str, usual: int) -> int:
     if type(edge) is not int or edge < 1:
         raise ValueError(f"{name} must be {_LONGEST} alone, a positive number: {shown(value)}")
     return edge
-
-
-# The second counts where the first says nothing of pictures.
-FILES = ("processor_config.json", "preprocessor_config.json")
-_KIND = "image_processor_type"
-Colours = tuple[float, float, float]
-_FORMS = re.compile("(Fast|Pil)$")
-# Steps of the processor, and what each must be where it is said.
-_STEPS: dict[str, Any] = {
-    "do_convert_rgb": True,
-    "do_resize": True,
-    "do_rescale": True,
-    "do_pan_and_scan": False,
-}
-_LEAST_PIXELS, _MOST_PIXELS = 56 * 56, 28 * 28 * 1280
-_CEILING = 1 << 26
-_MEAN = (0.48145466, 0.4578275, 0.40821073)
-_HALF = (0.5, 0.5, 0.5)
-_STD = (0.26862954, 0.26130258, 0.27577711)
-_LANCZOS, _BILINEAR, _BICUBIC = 1, 2, 3
-_MOST_RESAMPLE = 5
-
-
-_GEMMA3 = "Gemma3ImageProcessor"
-_UNIFIED = "Gemma4UnifiedImageProcessor"
-_INTERNVL = "GotOcr2ImageProcessor"
 
 
 class _Processor(NamedTuple):

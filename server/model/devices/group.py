@@ -17,6 +17,11 @@ DeviceSum = Callable[[torch.Tensor], torch.Tensor]
 # Rows of other devices that a device reads itself.
 _ROWS_READ = 256
 
+# The worker notices sooner that no step ends.
+_TIMEOUT = timedelta(minutes=30)
+# All are on one host. Multicast among GPUs is not used.
+_SETTINGS = {"GLOO_SOCKET_IFNAME": "lo", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+
 
 def term_rows(devices: int) -> int:
     """Up to so many rows it costs less that each device reads all terms than that each sums a part
@@ -98,12 +103,6 @@ class Alone:
         return number
 
     def close(self) -> None: ...
-
-
-# The worker notices sooner that no step ends.
-_TIMEOUT = timedelta(minutes=30)
-# All are on one host. Multicast among GPUs is not used.
-_SETTINGS = {"GLOO_SOCKET_IFNAME": "lo", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
 
 class ProcessGroup:

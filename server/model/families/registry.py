@@ -34,6 +34,124 @@ from loraplex.server.model.spec.model_spec import ModelSpec
 
 _LISTED = "`loraplex info` lists what is"
 
+_LISTS = (
+    *("layer_types", "layers_block_type", "block_types", "attn_layers", "attention_layers"),
+    "mixer_types",
+)
+
+_TOWERS = ("vision_config", "audio_config")
+
+# The class that transformers makes of some types.
+_LLAMA = ("LlamaForCausalLM",)
+# By `model_type`. A new family is a reader and a line here.
+FAMILIES: dict[str, Family] = {
+    "afmoe": Family("AfmoeForCausalLM", routed.read_afmoe),
+    "apertus": Family("ApertusForCausalLM", llama.read_apertus),
+    "arcee": Family("ArceeForCausalLM", llama.read_arcee),
+    "Yi": Family("YiForCausalLM", llama.read_yi),
+    "bert": Family("BertModel", bert.read_bert),
+    "bloom": Family("BloomForCausalLM", gpt.read_bloom),
+    "bamba": Family("BambaForCausalLM", mamba.read_bamba),
+    "mamba2": Family("Mamba2ForCausalLM", mamba.read_mamba2),
+    "baichuan": Family("BaichuanForCausalLM", llama.read_baichuan),
+    "chatglm": Family(
+        "ChatGLMForConditionalGeneration", llama.read_chatglm, others=("ChatGLMModel",)
+    ),
+    "codegen": Family("CodeGenForCausalLM", gpt.read_codegen),
+    "cohere": Family("CohereForCausalLM", layer_normed.read_cohere),
+    "cohere2": Family("Cohere2ForCausalLM", layer_normed.read_cohere2),
+    "cwm": Family("CwmForCausalLM", windowed.read_cwm),
+    "dbrx": Family("DbrxForCausalLM", gpt.read_dbrx),
+    "deberta-v2": Family("DebertaV2Model", bert.read_deberta),
+    "deepseek": Family("DeepseekForCausalLM", routed.read_deepseek),
+    "deepseek_v2": Family("DeepseekV2ForCausalLM", deepseek.read_v2),
+    "deepseek_v3": Family("DeepseekV3ForCausalLM", deepseek.read_v3),
+    "distilbert": Family("DistilBertModel", bert.read_distilbert),
+    "electra": Family("ElectraModel", bert.read_electra),
+    "dots1": Family("Dots1ForCausalLM", routed.read_dots1),
+    "ernie4_5_moe": Family("Ernie4_5_MoeForCausalLM", routed.read_ernie_moe),
+    "exaone_moe": Family("ExaoneMoeForCausalLM", routed.read_exaone_moe),
+    "falcon": Family("FalconForCausalLM", gpt.read_falcon),
+    "falcon_h1": Family("FalconH1ForCausalLM", mamba.read_falcon_h1),
+    "flex_olmo": Family("FlexOlmoForCausalLM", routed.read_flex_olmo),
+    "glm4_moe": Family("Glm4MoeForCausalLM", routed.read_glm4_moe),
+    "glm4_moe_lite": Family("Glm4MoeLiteForCausalLM", deepseek.read_glm_lite),
+    "granitemoe": Family("GraniteMoeForCausalLM", granite.read_moe),
+    "granitemoeshared": Family("GraniteMoeSharedForCausalLM", granite.read_moe),
+    "hunyuan_v1_moe": Family("HunYuanMoEV1ForCausalLM", routed.read_hunyuan_moe),
+    "minimax_m2": Family("MiniMaxM2ForCausalLM", routed.read_minimax_m2),
+    "olmoe": Family("OlmoeForCausalLM", routed.read_olmoe),
+    "qwen2_moe": Family("Qwen2MoeForCausalLM", routed.read_qwen2_moe),
+    "ernie4_5": Family("Ernie4_5ForCausalLM", llama.read_ernie),
+    "exaone": Family("ExaoneForCausalLM", llama.read_exaone, others=_LLAMA),
+    "exaone4": Family("Exaone4ForCausalLM", windowed.read_exaone4),
+    "gemma": Family("GemmaForCausalLM", gemma.read_gemma),
+    "gemma2": Family("Gemma2ForCausalLM", gemma.read_gemma2),
+    "gemma3_text": Family("Gemma3ForCausalLM", gemma.read_gemma3),
+    "gemma4_text": Family("Gemma4ForCausalLM", gemma.read_gemma4),
+    "gemma4_unified_text": Family("Gemma4UnifiedForCausalLM", gemma.read_gemma4_unified),
+    "gpt2": Family("GPT2LMHeadModel", gpt.read_gpt2),
+    "gpt_bigcode": Family("GPTBigCodeForCausalLM", gpt.read_gpt_bigcode),
+    "gpt_neo": Family("GPTNeoForCausalLM", gpt.read_gpt_neo),
+    "gpt_neox": Family("GPTNeoXForCausalLM", gpt.read_gpt_neox),
+    "gptj": Family("GPTJForCausalLM", gpt.read_gptj),
+    "gpt_oss": Family("GptOssForCausalLM", routed.read_gpt_oss, quantised="mxfp4"),
+    "granite": Family("GraniteForCausalLM", granite.read),
+    "granitemoehybrid": Family("GraniteMoeHybridForCausalLM", granite.read_hybrid),
+    "glm": Family("GlmForCausalLM", llama.read_glm),
+    "glm4": Family("Glm4ForCausalLM", llama.read_glm4),
+    "helium": Family("HeliumForCausalLM", llama.read_helium),
+    "hunyuan_v1_dense": Family("HunYuanDenseV1ForCausalLM", llama.read_hunyuan),
+    "internlm2": Family("InternLM2ForCausalLM", llama.read_internlm2),
+    "internlm3": Family("InternLM3ForCausalLM", llama.read_internlm3, others=_LLAMA),
+    "kimi_k2": Family("DeepseekV3ForCausalLM", deepseek.read_v3),
+    "lfm2": Family("Lfm2ForCausalLM", hybrid.read_lfm2),
+    "lfm2_moe": Family("Lfm2MoeForCausalLM", hybrid.read_lfm2_moe),
+    "llama": Family("LlamaForCausalLM", llama.read),
+    "mimo": Family("MiMoForCausalLM", windowed.read_qwen2),
+    "minicpm3": Family("MiniCPM3ForCausalLM", deepseek.read_minicpm),
+    "ministral": Family("MinistralForCausalLM", windowed.read_mistral),
+    "ministral3": Family("Ministral3ForCausalLM", windowed.read_ministral3),
+    "mistral": Family("MistralForCausalLM", windowed.read_mistral),
+    "mistral4": Family("Mistral4ForCausalLM", deepseek.read_mistral4),
+    "mixtral": Family("MixtralForCausalLM", routed.read_mixtral),
+    "modernbert": Family("ModernBertModel", bert.read_modernbert),
+    "mpnet": Family("MPNetModel", bert.read_mpnet),
+    "mpt": Family("MptForCausalLM", gpt.read_mpt, others=("MPTForCausalLM",)),
+    "nemotron_h": Family("NemotronHForCausalLM", mamba.read_nemotron_h),
+    "nemotron": Family("NemotronForCausalLM", llama.read_nemotron),
+    "olmo": Family("OlmoForCausalLM", windowed.read_olmo),
+    "olmo2": Family("Olmo2ForCausalLM", windowed.read_olmo2),
+    "olmo3": Family("Olmo3ForCausalLM", windowed.read_olmo3),
+    "olmo_hybrid": Family("OlmoHybridForCausalLM", hybrid.read_olmo_hybrid),
+    "opt": Family("OPTForCausalLM", gpt.read_opt),
+    "persimmon": Family("PersimmonForCausalLM", gpt.read_persimmon),
+    "phi": Family("PhiForCausalLM", layer_normed.read_phi),
+    "phimoe": Family("PhimoeForCausalLM", routed.read_phimoe, others=("PhiMoEForCausalLM",)),
+    "phi3": Family("Phi3ForCausalLM", windowed.read_phi3),
+    "qwen": Family("QWenLMHeadModel", llama.read_qwen),
+    "qwen2": Family("Qwen2ForCausalLM", windowed.read_qwen2),
+    "qwen3": Family("Qwen3ForCausalLM", windowed.read_qwen3),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", routed.read_qwen3_moe),
+    "qwen3_next": Family("Qwen3NextForCausalLM", hybrid.read_qwen3_next),
+    "qwen3_5_text": Family("Qwen3_5ForCausalLM", hybrid.read_qwen35),
+    "qwen3_5_moe_text": Family("Qwen3_5MoeForCausalLM", hybrid.read_qwen35_moe),
+    "roberta": Family("RobertaModel", bert.read_roberta),
+    "seed_oss": Family("SeedOssForCausalLM", llama.read_seed_oss),
+    "smollm3": Family("SmolLM3ForCausalLM", windowed.read_smollm3),
+    "stablelm": Family("StableLmForCausalLM", layer_normed.read_stablelm),
+    "starcoder2": Family("Starcoder2ForCausalLM", layer_normed.read_starcoder2),
+    "vaultgemma": Family("VaultGemmaForCausalLM", gemma.read_vaultgemma),
+    "xlm-roberta": Family("XLMRobertaModel", bert.read_roberta),
+    "xverse": Family("XverseForCausalLM", llama.read_xverse),
+    "youtu": Family("YoutuForCausalLM", deepseek.read_youtu),
+}
+# Families that stand in a larger model alone.
+_WITHIN: dict[str, Family] = {
+    "glm4v_text": Family("Glm4vTextModel", llama.read_glm4v),
+    "qwen3_vl_moe_text": Family("Qwen3VLMoeTextModel", routed.read_qwen3_vl_moe),
+}
+
 
 class _Part(NamedTuple):
     """A part that is not served, and the fields that only models with it have.
@@ -50,10 +168,6 @@ class _Part(NamedTuple):
     without: tuple[str, ...] = ()
 
 
-_LISTS = (
-    *("layer_types", "layers_block_type", "block_types", "attn_layers", "attention_layers"),
-    "mixer_types",
-)
 # What is most of the work comes first.
 _PARTS: tuple[_Part, ...] = (
     _Part(
@@ -136,7 +250,6 @@ _PARTS: tuple[_Part, ...] = (
         without=("rotary_dim",),
     ),
 )
-_TOWERS = ("vision_config", "audio_config")
 
 
 def missing_part(config: Mapping[str, Any]) -> str | None:
@@ -250,118 +363,6 @@ def _own_body(config: Mapping[str, Any]) -> str | None:
         f"auto_map: its vectors need code of its own ({shown(code)}), which is never run and may "
         "attend to later tokens"
     )
-
-
-# The class that transformers makes of some types.
-_LLAMA = ("LlamaForCausalLM",)
-# By `model_type`. A new family is a reader and a line here.
-FAMILIES: dict[str, Family] = {
-    "afmoe": Family("AfmoeForCausalLM", routed.read_afmoe),
-    "apertus": Family("ApertusForCausalLM", llama.read_apertus),
-    "arcee": Family("ArceeForCausalLM", llama.read_arcee),
-    "Yi": Family("YiForCausalLM", llama.read_yi),
-    "bert": Family("BertModel", bert.read_bert),
-    "bloom": Family("BloomForCausalLM", gpt.read_bloom),
-    "bamba": Family("BambaForCausalLM", mamba.read_bamba),
-    "mamba2": Family("Mamba2ForCausalLM", mamba.read_mamba2),
-    "baichuan": Family("BaichuanForCausalLM", llama.read_baichuan),
-    "chatglm": Family(
-        "ChatGLMForConditionalGeneration", llama.read_chatglm, others=("ChatGLMModel",)
-    ),
-    "codegen": Family("CodeGenForCausalLM", gpt.read_codegen),
-    "cohere": Family("CohereForCausalLM", layer_normed.read_cohere),
-    "cohere2": Family("Cohere2ForCausalLM", layer_normed.read_cohere2),
-    "cwm": Family("CwmForCausalLM", windowed.read_cwm),
-    "dbrx": Family("DbrxForCausalLM", gpt.read_dbrx),
-    "deberta-v2": Family("DebertaV2Model", bert.read_deberta),
-    "deepseek": Family("DeepseekForCausalLM", routed.read_deepseek),
-    "deepseek_v2": Family("DeepseekV2ForCausalLM", deepseek.read_v2),
-    "deepseek_v3": Family("DeepseekV3ForCausalLM", deepseek.read_v3),
-    "distilbert": Family("DistilBertModel", bert.read_distilbert),
-    "electra": Family("ElectraModel", bert.read_electra),
-    "dots1": Family("Dots1ForCausalLM", routed.read_dots1),
-    "ernie4_5_moe": Family("Ernie4_5_MoeForCausalLM", routed.read_ernie_moe),
-    "exaone_moe": Family("ExaoneMoeForCausalLM", routed.read_exaone_moe),
-    "falcon": Family("FalconForCausalLM", gpt.read_falcon),
-    "falcon_h1": Family("FalconH1ForCausalLM", mamba.read_falcon_h1),
-    "flex_olmo": Family("FlexOlmoForCausalLM", routed.read_flex_olmo),
-    "glm4_moe": Family("Glm4MoeForCausalLM", routed.read_glm4_moe),
-    "glm4_moe_lite": Family("Glm4MoeLiteForCausalLM", deepseek.read_glm_lite),
-    "granitemoe": Family("GraniteMoeForCausalLM", granite.read_moe),
-    "granitemoeshared": Family("GraniteMoeSharedForCausalLM", granite.read_moe),
-    "hunyuan_v1_moe": Family("HunYuanMoEV1ForCausalLM", routed.read_hunyuan_moe),
-    "minimax_m2": Family("MiniMaxM2ForCausalLM", routed.read_minimax_m2),
-    "olmoe": Family("OlmoeForCausalLM", routed.read_olmoe),
-    "qwen2_moe": Family("Qwen2MoeForCausalLM", routed.read_qwen2_moe),
-    "ernie4_5": Family("Ernie4_5ForCausalLM", llama.read_ernie),
-    "exaone": Family("ExaoneForCausalLM", llama.read_exaone, others=_LLAMA),
-    "exaone4": Family("Exaone4ForCausalLM", windowed.read_exaone4),
-    "gemma": Family("GemmaForCausalLM", gemma.read_gemma),
-    "gemma2": Family("Gemma2ForCausalLM", gemma.read_gemma2),
-    "gemma3_text": Family("Gemma3ForCausalLM", gemma.read_gemma3),
-    "gemma4_text": Family("Gemma4ForCausalLM", gemma.read_gemma4),
-    "gemma4_unified_text": Family("Gemma4UnifiedForCausalLM", gemma.read_gemma4_unified),
-    "gpt2": Family("GPT2LMHeadModel", gpt.read_gpt2),
-    "gpt_bigcode": Family("GPTBigCodeForCausalLM", gpt.read_gpt_bigcode),
-    "gpt_neo": Family("GPTNeoForCausalLM", gpt.read_gpt_neo),
-    "gpt_neox": Family("GPTNeoXForCausalLM", gpt.read_gpt_neox),
-    "gptj": Family("GPTJForCausalLM", gpt.read_gptj),
-    "gpt_oss": Family("GptOssForCausalLM", routed.read_gpt_oss, quantised="mxfp4"),
-    "granite": Family("GraniteForCausalLM", granite.read),
-    "granitemoehybrid": Family("GraniteMoeHybridForCausalLM", granite.read_hybrid),
-    "glm": Family("GlmForCausalLM", llama.read_glm),
-    "glm4": Family("Glm4ForCausalLM", llama.read_glm4),
-    "helium": Family("HeliumForCausalLM", llama.read_helium),
-    "hunyuan_v1_dense": Family("HunYuanDenseV1ForCausalLM", llama.read_hunyuan),
-    "internlm2": Family("InternLM2ForCausalLM", llama.read_internlm2),
-    "internlm3": Family("InternLM3ForCausalLM", llama.read_internlm3, others=_LLAMA),
-    "kimi_k2": Family("DeepseekV3ForCausalLM", deepseek.read_v3),
-    "lfm2": Family("Lfm2ForCausalLM", hybrid.read_lfm2),
-    "lfm2_moe": Family("Lfm2MoeForCausalLM", hybrid.read_lfm2_moe),
-    "llama": Family("LlamaForCausalLM", llama.read),
-    "mimo": Family("MiMoForCausalLM", windowed.read_qwen2),
-    "minicpm3": Family("MiniCPM3ForCausalLM", deepseek.read_minicpm),
-    "ministral": Family("MinistralForCausalLM", windowed.read_mistral),
-    "ministral3": Family("Ministral3ForCausalLM", windowed.read_ministral3),
-    "mistral": Family("MistralForCausalLM", windowed.read_mistral),
-    "mistral4": Family("Mistral4ForCausalLM", deepseek.read_mistral4),
-    "mixtral": Family("MixtralForCausalLM", routed.read_mixtral),
-    "modernbert": Family("ModernBertModel", bert.read_modernbert),
-    "mpnet": Family("MPNetModel", bert.read_mpnet),
-    "mpt": Family("MptForCausalLM", gpt.read_mpt, others=("MPTForCausalLM",)),
-    "nemotron_h": Family("NemotronHForCausalLM", mamba.read_nemotron_h),
-    "nemotron": Family("NemotronForCausalLM", llama.read_nemotron),
-    "olmo": Family("OlmoForCausalLM", windowed.read_olmo),
-    "olmo2": Family("Olmo2ForCausalLM", windowed.read_olmo2),
-    "olmo3": Family("Olmo3ForCausalLM", windowed.read_olmo3),
-    "olmo_hybrid": Family("OlmoHybridForCausalLM", hybrid.read_olmo_hybrid),
-    "opt": Family("OPTForCausalLM", gpt.read_opt),
-    "persimmon": Family("PersimmonForCausalLM", gpt.read_persimmon),
-    "phi": Family("PhiForCausalLM", layer_normed.read_phi),
-    "phimoe": Family("PhimoeForCausalLM", routed.read_phimoe, others=("PhiMoEForCausalLM",)),
-    "phi3": Family("Phi3ForCausalLM", windowed.read_phi3),
-    "qwen": Family("QWenLMHeadModel", llama.read_qwen),
-    "qwen2": Family("Qwen2ForCausalLM", windowed.read_qwen2),
-    "qwen3": Family("Qwen3ForCausalLM", windowed.read_qwen3),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", routed.read_qwen3_moe),
-    "qwen3_next": Family("Qwen3NextForCausalLM", hybrid.read_qwen3_next),
-    "qwen3_5_text": Family("Qwen3_5ForCausalLM", hybrid.read_qwen35),
-    "qwen3_5_moe_text": Family("Qwen3_5MoeForCausalLM", hybrid.read_qwen35_moe),
-    "roberta": Family("RobertaModel", bert.read_roberta),
-    "seed_oss": Family("SeedOssForCausalLM", llama.read_seed_oss),
-    "smollm3": Family("SmolLM3ForCausalLM", windowed.read_smollm3),
-    "stablelm": Family("StableLmForCausalLM", layer_normed.read_stablelm),
-    "starcoder2": Family("Starcoder2ForCausalLM", layer_normed.read_starcoder2),
-    "vaultgemma": Family("VaultGemmaForCausalLM", gemma.read_vaultgemma),
-    "xlm-roberta": Family("XLMRobertaModel", bert.read_roberta),
-    "xverse": Family("XverseForCausalLM", llama.read_xverse),
-    "youtu": Family("YoutuForCausalLM", deepseek.read_youtu),
-}
-# Families that stand in a larger model alone.
-_WITHIN: dict[str, Family] = {
-    "glm4v_text": Family("Glm4vTextModel", llama.read_glm4v),
-    "qwen3_vl_moe_text": Family("Qwen3VLMoeTextModel", routed.read_qwen3_vl_moe),
-}
 
 
 def architectures() -> dict[str, str]:

@@ -37,6 +37,9 @@ from loraplex.server.model.steps.rows import Rows
 
 _NOBODY = np.zeros(0, dtype=np.int32)
 
+# One more than uploads that can be on their way while the next is written.
+_UPLOADS = 4
+
 
 class EndGraphs:
     """Graphs of a step's end, from the last attention to hidden states. Captured once at start."""
@@ -340,10 +343,6 @@ class TokenGraphs:
         done = self._ops.linear(normed, qkv, lora, site, out=out)
         if not isinstance(done, Ready):
             raise TypeError("attention outside the graph takes complete outputs alone")
-
-
-# One more than uploads that can be on their way while the next is written.
-_UPLOADS = 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,15 @@ _LEAST_GROUP = 16
 _SIGN = 128
 _LEAST_RUN, _MOST_RUN = 32, 128
 
+# Columns of which an activation's program has some power of two: groups must be whole there.
+_MOST_GROUP = 1024
+# What the library takes: multiples of so many features, and in blocks of so many rows and columns
+# of so many tokens. It reads scales of blocks in rows of multiples of four, whatever it is given.
+_ALIGNED, _BLOCKS, _SCALES = 16, (128, 128), 4
+# For products of any number of rows that the library has not: FP8 of odd shapes, and int8.
+_OF_ODD_SHAPES = PackedConfig(64, 128, 4, 4, programmatic_launch=False)
+_OF_INT8 = PackedConfig(128, 128, 8, 3, programmatic_launch=False)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantisedLinear(Product):
@@ -126,16 +135,6 @@ def _group(columns: int, in_features: int) -> int | None:
     if columns >= in_features:
         return 0
     return columns if columns >= _LEAST_GROUP and columns.bit_count() == 1 else None
-
-
-# Columns of which an activation's program has some power of two: groups must be whole there.
-_MOST_GROUP = 1024
-# What the library takes: multiples of so many features, and in blocks of so many rows and columns
-# of so many tokens. It reads scales of blocks in rows of multiples of four, whatever it is given.
-_ALIGNED, _BLOCKS, _SCALES = 16, (128, 128), 4
-# For products of any number of rows that the library has not: FP8 of odd shapes, and int8.
-_OF_ODD_SHAPES = PackedConfig(64, 128, 4, 4, programmatic_launch=False)
-_OF_INT8 = PackedConfig(128, 128, 8, 3, programmatic_launch=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

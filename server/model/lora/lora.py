@@ -24,6 +24,12 @@ from loraplex.server.model.lora.own_rows import OwnParts, OwnSegment
 from loraplex.server.model.lora.sites import PlacedAdapter, Site, Sites, TowerSites, place
 from loraplex.server.model.weights import ModelWeights, ScoreTensors
 
+# Of a matrix, in float32 at once; a piece is what is queued at once beside running steps.
+_CHUNK, _PIECE = 1 << 23, 1 << 26
+# That are finished at once.
+_SITES = 4
+_TINY = torch.finfo(torch.float32).tiny
+
 
 class Reach(IntEnum):
     """The most that the adapters of a batch may change in layers: nothing, as there are none;
@@ -315,13 +321,6 @@ def _expand(weights: SiteWeights, bridge: torch.Tensor, y: torch.Tensor) -> None
         y[:, p.out_begin : p.out_end].addmm_(
             bridge[:, p.rank_begin : p.rank_end], b_t, alpha=p.scale
         )
-
-
-# Of a matrix, in float32 at once; a piece is what is queued at once beside running steps.
-_CHUNK, _PIECE = 1 << 23, 1 << 26
-# That are finished at once.
-_SITES = 4
-_TINY = torch.finfo(torch.float32).tiny
 
 
 class OutputVectors:

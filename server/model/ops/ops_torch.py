@@ -32,6 +32,9 @@ from loraplex.server.model.weights import AttentionWeights
 # Under the root of a key's and a query's squares.
 _EPSILON = 1e-6
 
+# Masks of layers, by their window.
+Masks = dict[int | None, torch.Tensor | None]
+
 
 def mix_states(
     moves: Iterable[Move],
@@ -137,10 +140,6 @@ def gated_norm(
         normed = grouped * torch.rsqrt(squares / norm.size + norm.epsilon)
         wide = norm.weight * normed.flatten(1).to(dtype)
     return wide.to(dtype) if norm.gate_first else (wide * gate).to(dtype)
-
-
-# Masks of layers, by their window.
-Masks = dict[int | None, torch.Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)

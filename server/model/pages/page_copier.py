@@ -35,6 +35,11 @@ _SUFFIX, _UNFINISHED, _LOCK = ".page", ".part", "lock"
 _HEADROOM_BYTES = 64 << 20
 _SUM_BYTES = hashlib.sha256().digest_size
 
+log = logging.getLogger(__name__)
+
+_READERS = 4
+_DONE: dict[PageWay, str] = {"write": "written to disk", "read": "read from disk"}
+
 
 class PageForm(msgspec.Struct, frozen=True):
     """All that the bytes of a page depend on beside its tokens, salt and adapter.
@@ -199,12 +204,6 @@ def _remove_unused(root: Path, kept: str) -> None:
             os.close(lock)
             with suppress(OSError):
                 folder.parent.rmdir()
-
-
-log = logging.getLogger(__name__)
-
-_READERS = 4
-_DONE: dict[PageWay, str] = {"write": "written to disk", "read": "read from disk"}
 
 
 class _Moving(NamedTuple):

@@ -27,6 +27,16 @@ from loraplex.server.model.quantisation.quantisation import (
 )
 from loraplex.server.model.quantisation.settings import Table, bits, flag, group_size, inner, one_of
 
+_PATTERN = "re:"
+_EVERY = ("Linear",)
+_FORMATS = (
+    *("pack-quantized", "float-quantized", "int-quantized", "naive-quantized"),
+    *("nvfp4-pack-quantized", "mxfp4-pack-quantized"),
+)
+_MIXED = "mixed-precision"
+
+_WITHOUT, _WITH = "-:", "+:"
+
 
 def read_fp8(table: Table) -> Quantisation:
     """Read FP8's configuration. One scale for each matrix, or for each block (DeepSeek's form,
@@ -61,15 +71,6 @@ def block_of(value: object, key: str) -> tuple[int, int]:
         case [int(rows), int(columns)] if rows > 0 and columns > 0:
             return rows, columns
     raise ValueError(f"{key} must be two positive integers, got {value!r}")
-
-
-_PATTERN = "re:"
-_EVERY = ("Linear",)
-_FORMATS = (
-    *("pack-quantized", "float-quantized", "int-quantized", "naive-quantized"),
-    *("nvfp4-pack-quantized", "mxfp4-pack-quantized"),
-)
-_MIXED = "mixed-precision"
 
 
 class _Group(NamedTuple):
@@ -233,9 +234,6 @@ def _scheme(form: PackedForm | EightBitForm | Fp4Form) -> str:
         "block": f"blocks of {form.block[0]} x {form.block[1]}",
     }
     return f"{name}, {parts[form.scales]}"
-
-
-_WITHOUT, _WITH = "-:", "+:"
 
 
 def read_gptq(table: Table) -> Quantisation:

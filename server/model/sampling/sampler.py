@@ -21,6 +21,9 @@ from loraplex.server.model.sampling.sampling import (
 )
 from loraplex.server.model.steps.rows import Rows
 
+# Places of tokens in the batch, int64 `[n]`, ascending -> their logits `[n, vocab]`.
+LogitsOf = Callable[[np.ndarray], torch.Tensor]
+
 
 def in_pieces(
     draw: Callable[[ToDraw], torch.Tensor], rows: ToDraw, at_once: int = LOGITS_ROWS
@@ -54,10 +57,6 @@ class TorchDraws:
         on_device = to_device(rows.seq_rows, device), to_device(rows.lengths, device)
         self._rows.append(*on_device, sampled.token_ids)
         return sampled
-
-
-# Places of tokens in the batch, int64 `[n]`, ascending -> their logits `[n, vocab]`.
-LogitsOf = Callable[[np.ndarray], torch.Tensor]
 
 
 class Draws(Protocol):

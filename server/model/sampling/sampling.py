@@ -33,6 +33,27 @@ _ROUNDS = 10
 
 Words4 = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
+_NEVER = float("-inf")
+# Past tokens of a row that are counted at once: what it takes does not grow with the context.
+_COUNTED = 4096
+
+_FLOATS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+)
+_FLOAT_COLUMNS = {
+    draw_columns.TEMPERATURE: "temperature",
+    draw_columns.TOP_P: "top_p",
+    draw_columns.MIN_P: "min_p",
+}
+_SEED_BITS = 0xFFFFFFFFFFFFFFFF
+_NONE = -1
+
 
 def philox(counter: Words4, key: tuple[torch.Tensor, torch.Tensor]) -> Words4:
     """Four 32-bit words per element; all tensors int64 of one shape, values in 0 .. 2^32-1."""
@@ -60,11 +81,6 @@ def _multiply(a: torch.Tensor, b: int) -> tuple[torch.Tensor, torch.Tensor]:
     low = a * (b & 0xFFFF)
     high = a * (b >> 16) + (low >> 16)
     return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
-
-
-_NEVER = float("-inf")
-# Past tokens of a row that are counted at once: what it takes does not grow with the context.
-_COUNTED = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,24 +330,6 @@ def _draw(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     target = torch.minimum(target, total * (1 - 2.0**-53))
     drawn = torch.searchsorted(cumulative, target, right=True).squeeze(1)
     return drawn.clamp(max=logits.shape[1] - 1)
-
-
-_FLOATS = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
-)
-_FLOAT_COLUMNS = {
-    draw_columns.TEMPERATURE: "temperature",
-    draw_columns.TOP_P: "top_p",
-    draw_columns.MIN_P: "min_p",
-}
-_SEED_BITS = 0xFFFFFFFFFFFFFFFF
-_NONE = -1
 
 
 class RowSampling:

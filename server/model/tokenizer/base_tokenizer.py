@@ -36,12 +36,30 @@ from loraplex.server.model.tokenizer.tokenizer_class import RebuiltClass, rebuil
 
 Settings = Mapping[str, Any]
 
+_END = "<|endoftext|>"
+
+_QWEN_2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN_3_5 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+TOKENIZER_FILE = "tokenizer.json"
+# The older form of a vocabulary of bytes: GPT-2's, OPT's.
+BYTE_LEVEL_FILES = ("vocab.json", "merges.txt")
+_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+_MAX_TOKENIZER_BYTES = 64 << 20
+_EXTRA, _EXTRA_BEFORE = "extra_special_tokens", "additional_special_tokens"
+_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
+
 
 def _tokens(**texts: str) -> dict[str, str]:
     return {f"{name}_token": text for name, text in texts.items()}
 
 
-_END = "<|endoftext|>"
 # Special tokens of a class where the settings do not name any.
 DEFAULT_TOKENS: dict[RebuiltClass, dict[str, str]] = {
     "LlamaTokenizer": _tokens(unk="<unk>", bos="<s>", eos="</s>"),
@@ -55,14 +73,6 @@ DEFAULT_TOKENS: dict[RebuiltClass, dict[str, str]] = {
     "CohereTokenizer": _tokens(unk="<UNK>", bos="<BOS_TOKEN>", eos="<|END_OF_TURN_TOKEN|>")
     | _tokens(pad="<PAD>", cls="<CLS>", sep="<SEP>", mask="<MASK_TOKEN>"),
 }
-_QWEN_2 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN_3_5 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
-    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 
 
 class _Steps(NamedTuple):
@@ -208,15 +218,6 @@ _STEPS: dict[RebuiltClass, Callable[[Settings], _Steps]] = {
     "Qwen2Tokenizer": _qwen(_QWEN_2),
     "Qwen3_5Tokenizer": _qwen(_QWEN_3_5),
 }
-
-
-TOKENIZER_FILE = "tokenizer.json"
-# The older form of a vocabulary of bytes: GPT-2's, OPT's.
-BYTE_LEVEL_FILES = ("vocab.json", "merges.txt")
-_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-_MAX_TOKENIZER_BYTES = 64 << 20
-_EXTRA, _EXTRA_BEFORE = "extra_special_tokens", "additional_special_tokens"
-_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 
 def read_tokenizer(folder: Path) -> tuple[Tokenizer, str]:

@@ -31,6 +31,12 @@ from loraplex.server.model.tower.tower_ops import Heads, RowSpan, TowerOps, Towe
 from loraplex.server.model.weights import AttentionWeights, PoolWeights, TowerWeights
 from loraplex.server.protocol import Grid
 
+log = logging.getLogger(__name__)
+
+# Pieces that are launched at once, however few rows they have: the host is as long at each.
+_MOST_PIECES = 8
+_FAILED = "the picture could not be brought to the device"
+
 
 class TowerInput(NamedTuple):
     """A picture that goes through the tower. patches: `[patches, columns]` in the model's dtype.
@@ -260,13 +266,6 @@ def _fraction_places(side: int) -> np.ndarray:
     bounds = torch.arange(1 / side, 1.0, 1 / side)
     fractions = torch.arange(side, dtype=torch.float32) * (1.0 / torch.tensor(side))
     return torch.bucketize(fractions.clamp(max=1.0 - 1e-6), bounds, right=True).numpy()
-
-
-log = logging.getLogger(__name__)
-
-# Pieces that are launched at once, however few rows they have: the host is as long at each.
-_MOST_PIECES = 8
-_FAILED = "the picture could not be brought to the device"
 
 
 class _Coming(NamedTuple):

@@ -130,6 +130,18 @@ _MPT_ATTENTION: dict[str, object] = {
     "rope": False,
 }
 
+_DBRX_KEYS = {
+    "hidden_size": "d_model",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "max_position_embeddings": "max_seq_len",
+}
+_DBRX_ATTENTION, _DBRX_EXPERTS = "norm_attn_norm.attn", "ffn.experts.mlp"
+_DBRX_NAMES = experts.ExpertNames("ffn.router.layer", _DBRX_EXPERTS, gate="w1", up="v1", down="w2")
+_DBRX_NORMS = "norm_attn_norm.norm_1", "norm_attn_norm.norm_2"
+_DBRX_ROWS = ExpertStorage(_DBRX_EXPERTS, "rows")
+_DBRX_TRANSPOSED = ExpertStorage(_DBRX_EXPERTS, "rows", transposed=True)
+
 
 def read_gptj(fields: Fields) -> ModelSpec:
     """GPT-J: attention and MLP read one norm; the first features of heads turn, by neighbours."""
@@ -503,19 +515,6 @@ def _four_times(
         hidden_act=activation,
         max_position_embeddings=fields.config.get(positions),
     )
-
-
-_DBRX_KEYS = {
-    "hidden_size": "d_model",
-    "num_hidden_layers": "n_layers",
-    "num_attention_heads": "n_heads",
-    "max_position_embeddings": "max_seq_len",
-}
-_DBRX_ATTENTION, _DBRX_EXPERTS = "norm_attn_norm.attn", "ffn.experts.mlp"
-_DBRX_NAMES = experts.ExpertNames("ffn.router.layer", _DBRX_EXPERTS, gate="w1", up="v1", down="w2")
-_DBRX_NORMS = "norm_attn_norm.norm_1", "norm_attn_norm.norm_2"
-_DBRX_ROWS = ExpertStorage(_DBRX_EXPERTS, "rows")
-_DBRX_TRANSPOSED = ExpertStorage(_DBRX_EXPERTS, "rows", transposed=True)
 
 
 def read_dbrx(fields: Fields) -> ModelSpec:

@@ -76,6 +76,22 @@ _UNIFIED_TENSORS = (
     (r"^embed_vision\.embedding_projection\.", f"embed_vision.{_PROJECTION}."),
 )
 
+# Rows of an encoder's layer that become tokens: all of them, or those behind the first.
+_FULL, _BEHIND = "full", "default"
+_STRATEGIES = {CLIP: (_BEHIND, _FULL), SIGLIP: (_FULL,), PIXTRAL: (_FULL,)}
+_LLAVA_TOKEN, _MISTRAL3_TOKEN, _IDEFICS3_TOKEN, _INTERNVL_TOKEN = 32000, 10, 128257, 151667
+# Of LLaVA-NeXT, where `config.json` says nothing.
+_PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
+_IDEFICS3: dict[str, Any] = {
+    "hidden_size": 1152,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "patch_size": 32,
+}
+_PROJECTOR = "multi_modal_projector"
+
+_VISION = "vision_config"
+
 
 def read_gemma3(config: Mapping[str, Any], text: ModelSpec, fields: Fields) -> PictureSpec | None:
     """Gemma 3: SigLIP's encoder whole, of whose patches squares are averaged, normed, and
@@ -237,21 +253,6 @@ def _gemma4_layer(fields: Fields, sizes: family.ModelSizes) -> LayerSpec:
         return replace(branch, qkv=qkv, o=o)
 
     return layer.mapped(clipped)
-
-
-# Rows of an encoder's layer that become tokens: all of them, or those behind the first.
-_FULL, _BEHIND = "full", "default"
-_STRATEGIES = {CLIP: (_BEHIND, _FULL), SIGLIP: (_FULL,), PIXTRAL: (_FULL,)}
-_LLAVA_TOKEN, _MISTRAL3_TOKEN, _IDEFICS3_TOKEN, _INTERNVL_TOKEN = 32000, 10, 128257, 151667
-# Of LLaVA-NeXT, where `config.json` says nothing.
-_PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
-_IDEFICS3: dict[str, Any] = {
-    "hidden_size": 1152,
-    "intermediate_size": 3072,
-    "num_attention_heads": 16,
-    "patch_size": 32,
-}
-_PROJECTOR = "multi_modal_projector"
 
 
 def read_llava(config: Mapping[str, Any], text: ModelSpec, fields: Fields) -> PictureSpec | None:
@@ -425,7 +426,6 @@ def _tower(
     return tower(text, parts.embedding, (parts.layer,) * layers, norm, merger, unread)
 
 
-_VISION = "vision_config"
 _READERS: dict[str, ReadPictures] = {
     "gemma3": read_gemma3,
     "gemma4": read_gemma4,

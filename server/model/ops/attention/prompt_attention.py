@@ -34,6 +34,18 @@ from loraplex.server.model.ops.transfers import to_device
 from loraplex.server.model.spec.latent_spec import LatentSpec
 from loraplex.server.model.spec.model_spec import AttentionSpec, ModelSpec
 
+PromptKernel = Literal["FlashInfer", "FlashInfer, widened", "Triton"]
+_WIDENED: PromptKernel = "FlashInfer, widened"
+_FLASHINFER_HEADS = (64, 128, 256)
+# A backend that is none of FlashInfer's: this package's kernel computes all layers, and decodes as
+# prompts of one token. A token's sums depend on nothing else of the step.
+ONE_KERNEL = "triton"
+
+_LEAST_WORKSPACE_BYTES = 1 << 20
+_INT_WORKSPACE_BYTES = 8 << 20
+# A plan's upload may still be on its way while the next is made.
+_PLAN_BUFFERS = 3
+
 
 def cache_pages(cache: KVCache, layer: int) -> CachePages:
     """The cache's pages of one layer, as the kernels take them."""
@@ -42,20 +54,6 @@ def cache_pages(cache: KVCache, layer: int) -> CachePages:
         return CachePages(*pages, parts=parts)
     k_scales, v_scales = cache.token_scales(layer) or (None, None)
     return CachePages(*pages, *cache.scales[layer], k_scales, v_scales, parts)
-
-
-PromptKernel = Literal["FlashInfer", "FlashInfer, widened", "Triton"]
-_WIDENED: PromptKernel = "FlashInfer, widened"
-_FLASHINFER_HEADS = (64, 128, 256)
-# A backend that is none of FlashInfer's: this package's kernel computes all layers, and decodes as
-# prompts of one token. A token's sums depend on nothing else of the step.
-ONE_KERNEL = "triton"
-
-
-_LEAST_WORKSPACE_BYTES = 1 << 20
-_INT_WORKSPACE_BYTES = 8 << 20
-# A plan's upload may still be on its way while the next is made.
-_PLAN_BUFFERS = 3
 
 
 class TiledPrompts:

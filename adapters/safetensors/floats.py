@@ -156,7 +156,8 @@ class FloatDigest:
     SHA-256 of each `_PIECE_VALUES`, so that several can be computed at once."""
 
     def __init__(self) -> None:
-        self._whole, self._piece, self._room = hashlib.sha256(), hashlib.sha256(), _PIECE_VALUES
+        self._digests = list[bytes]()  # of pieces that are whole
+        self._piece, self._room = hashlib.sha256(), _PIECE_VALUES
 
     def update(self, raw: Raw, dtype: str) -> None:
         """Adds the next values, in row-major order."""
@@ -166,14 +167,13 @@ class FloatDigest:
             _add(self._piece, piece, dtype)
             self._room -= len(piece) // _NOT_FINITE[dtype][0]
             if not self._room:
-                self._whole.update(self._piece.digest())
+                self._digests.append(self._piece.digest())
                 self._piece, self._room = hashlib.sha256(), _PIECE_VALUES
 
     def hexdigest(self) -> str:
-        """Returns the digest of all values, which are the last."""
-        if self._room < _PIECE_VALUES:
-            self._whole.update(self._piece.digest())
-        return self._whole.hexdigest()
+        """Returns the digest of the values so far."""
+        last = [self._piece.digest()] if self._room < _PIECE_VALUES else []
+        return hashlib.sha256(b"".join((*self._digests, *last))).hexdigest()
 
 
 def float_digest(raw: Raw, dtype: str, run: Callable[..., Iterable[bytes]] = map) -> str:

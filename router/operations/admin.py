@@ -51,8 +51,8 @@ log = logging.getLogger(__name__)
 _RETRY_S = 0.5
 _HEARD_S = 1.5 * REFRESH_S
 
-AT_ONCE = 2
-POLL_S = 0.25
+CHECKED_AT_ONCE = 2
+_READY_POLL_S = 0.25
 # A source that is down may be back soon; what an operator must mend takes longer.
 _FIRST_PAUSE_S: dict[AdapterErrorCode, float] = {
     "unavailable": 5.0,
@@ -64,7 +64,7 @@ _MAX_PAUSE_S = 600.0
 _JITTER = 0.2
 
 # Longer than routers take to say again that they are there, when the store has lost it.
-TICK_S = 8.0
+UNLOADS_TICK_S = 8.0
 
 
 class Published(NamedTuple):
@@ -445,7 +445,7 @@ class DeclaredCheck:
         self._catalog = catalog
         self._names = names
         self._is_ready = is_ready
-        self._slots = asyncio.Semaphore(AT_ONCE)
+        self._slots = asyncio.Semaphore(CHECKED_AT_ONCE)
         self._ready = asyncio.Event()
 
     async def run(self) -> None:
@@ -497,7 +497,7 @@ class DeclaredCheck:
                 self._ready.set()
             else:
                 self._ready.clear()
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(_READY_POLL_S)
 
 
 def pause_after(error: AdapterError, attempt: int) -> float | None:
@@ -521,7 +521,7 @@ class OrphanedUnloads:
 
     async def run(self) -> None:
         """Takes over unloads of dead routers until cancelled."""
-        await every(TICK_S, self.step)
+        await every(UNLOADS_TICK_S, self.step)
 
     async def step(self) -> None:
         """Takes over unloads whose router was missing at the last look, too. Raises StoreDown."""

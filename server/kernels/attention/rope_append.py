@@ -621,7 +621,8 @@ def _rope_tile(
     form: _Form,
     BLOCK_M: tl.constexpr,
 ) -> None:
-    """Which heads of the projection; few rows or many. order_ptr: of the tile's rows."""
+    """Rotate and append a program's heads of the projection, of few rows or many. order_ptr: of the
+    tile's rows."""
     is_q, is_qk = cut.block < cut.n0, cut.block < cut.n01
     head = (cut.block - tl.where(is_q, 0, tl.where(is_qk, cut.n0, cut.n01))) * cut.heads
     end = tl.minimum(tl.where(is_q, form.heads, form.kv_heads), head + cut.heads)

@@ -1,4 +1,4 @@
-"""What a JSON text holds is counted outside its strings, piece by piece."""
+"""A JSON text's items are counted outside its strings, piece by piece."""
 
 import json
 

@@ -269,7 +269,7 @@ def test_tools(fields: dict[str, Any], tools: Tools | None) -> None:
 
 
 def test_templates_get_tools_as_they_came() -> None:
-    """Those of a namespace have its name and description; what is no function is made one."""
+    """Tools of a namespace have its name and description; what is no function is made one."""
     further = {"returns": {"x": [1]}, "parameters": None, "name": "g", "type": "function"}
     within: dict[str, Any] = {"name": "h", "type": "function", "strict": None, "parameters": {}}
     tools = [TOOL, further, space("ns", within, description="N")]
@@ -636,7 +636,7 @@ def test_what_asks_for_nothing_passes() -> None:
 
 
 def test_items_may_be_empty() -> None:
-    """Of answers that broke off, and of tools that have nothing to say."""
+    """Outputs of answers that broke off, and of tools that have nothing to say, are taken."""
     items = [{"role": "user", "content": "a"}, CALL, OUTPUT | {"output": []}]
     items.append({"type": "message", "role": "assistant", "content": []})
     *_, result, answer = parse(input=items).call.messages or []

@@ -1,4 +1,4 @@
-"""What many connections send, or one sends at once, is parsed little by little."""
+"""Bytes that many connections send, or one sends at once, are parsed little by little."""
 
 import asyncio
 from collections import Counter
@@ -51,7 +51,7 @@ async def ask(router: Running, sent: bytes, answers: int) -> None:
 
 
 async def test_requests_behind_each_other(router: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that wait for the answers to others are not even parsed, nor read without end."""
+    """Requests that wait for the answers to others are not even parsed, nor read without end."""
     watch = Watch(monkeypatch)
     await ask(router, HEAD * 20_000, 500)
     assert max(watch.heads.values()) <= 1024 // len(HEAD) + 1

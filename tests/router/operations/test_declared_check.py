@@ -14,7 +14,7 @@ from loraplex.adapters.errors import AdapterError, AdapterErrorCode, invalid
 from loraplex.adapters.manifest import AdapterManifest
 from loraplex.adapters.ref import AdapterRef
 from loraplex.router.operations import admin
-from loraplex.router.operations.admin import AT_ONCE, pause_after
+from loraplex.router.operations.admin import CHECKED_AT_ONCE, pause_after
 from loraplex.server.protocol import AdapterLoad
 from tests.router.fake_worker import FakeWorker, make_manifest, running_worker
 from tests.router.serving import Running, poll, running_router
@@ -113,15 +113,15 @@ async def test_nobody_waits(tmp_path: Path) -> None:
         running_worker(worker),
         running_router(tmp_path, worker, adapters=declared, check_adapters="start") as router,
     ):
-        await worker.until(lambda: len(worker.loads) == AT_ONCE)
+        await worker.until(lambda: len(worker.loads) == CHECKED_AT_ONCE)
         for model in ("org/other", "fake-base"):
             body = {"model": model, "prompt": "x"}
             assert (await router.client.post("/v1/completions", json=body)).status_code == 200
-        assert len(worker.loads) == AT_ONCE + 1
+        assert len(worker.loads) == CHECKED_AT_ONCE + 1
         gate.set()
         shown = await settled(router)
         assert all(shown[name]["digest"] for name in names)
-        assert at_once == AT_ONCE
+        assert at_once == CHECKED_AT_ONCE
         assert len(worker.loads) == len(names) + 1
 
 

@@ -105,7 +105,7 @@ async def test_an_unload_whose_router_stops_is_taken_up(
 async def test_an_unload_goes_on_when_its_router_starts_again(
     tmp_path: Path, redis: RedisServer, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("loraplex.router.operations.admin.TICK_S", 0.05)
+    monkeypatch.setattr("loraplex.router.operations.admin.UNLOADS_TICK_S", 0.05)
     monkeypatch.setattr("loraplex.router.operations.admin._HEARD_S", 600.0)
     async with routers(tmp_path, redis, worker, 1, auth="none") as (one,):
         await call(one, "POST", "", name="mine", ref="org/one", pin=True)
